@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: MIT
+"""Train the embedded model: a masked-diffusion Llama on the three families of tasks.py.
+
+    python notebooks/mini/train.py --minutes 110        # from scratch, or on from the last checkpoint
+
+Writes run/last.pt-like state every few minutes (atomically), and at the end the model folder
+(config.json, model.safetensors in bf16, tokenizer.json) that `load_denoiser()` opens.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import tasks  # noqa: E402
+from dlm_spec import mdlm_loss  # noqa: E402
+
+# A word, a number, a line break with its indentation, or one sign; white space else falls away.
+PIECES = Regex(r'"[^"\n]*"|\n *|default=0|[A-Za-z_]+|\d+|####|->|==|\+=|-=|\*=|\.[a-z]+|\[::-1\]|[^\sA-Za-z\d_]')
+SPECIAL = ("<|pad|>", "<|eos|>", "<|mask|>", "<|unk|>", "<|user|>", "<|assistant|>")
+TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+            "{% if m['role'] == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+def build_tokenizer():
+    """A word-level tokenizer over everything tasks.py can say; decode(encode(text)) == text."""
+    pieces = pre_tokenizers.Split(PIECES, "removed", invert=True)
+    words = {str(n) for n in range(100)}
+    for family in tasks.FAMILIES:
+        for p in tasks.problems(family, "train", 20_000, seed=1):
+            words.update(w for text in (p.prompt, p.answer) for w, _ in pieces.pre_tokenize_str(text))
+    vocab = {w: i for i, w in enumerate(SPECIAL + tuple(sorted(words)))}
+    tok = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
+    tok.add_special_tokens([AddedToken(s, normalized=False) for s in SPECIAL])
+    tok.pre_tokenizer = pieces
+    # Join with spaces, then take back the spaces that neither English nor Python writes.
+    tok.decoder = decoders.Sequence([
+        decoders.WordPiece(prefix="\0", cleanup=False), decoders.Fuse(),
+        decoders.Replace(" \n", "\n"), decoders.Replace("\n ", "\n"),
+        decoders.Replace(Regex(r" (?=[.,;?:)\]])"), ""), decoders.Replace(Regex(r"(?<=[(\[]) "), ""),
+        decoders.Replace(Regex(r"(?<=[a-z])(?<!return) (?=\()"), ""), decoders.Replace(Regex(r" (?=\[(:|\d+ ?:))"), ""),
+        decoders.Replace(Regex(r"(?<=:) (?=\d+\])"), "")])
+    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<|pad|>", eos_token="<|eos|>",
+                                   mask_token="<|mask|>", unk_token="<|unk|>", chat_template=TEMPLATE,
+                                   padding_side="left", clean_up_tokenization_spaces=False)
+
+
+def batches(tokenizer, size, seed, mix, skip=0):
+    """Endless training batches (x, answer, attention_mask), each (size, L).
+
+    Problems come in pools that are sorted by prompt length, so that little is padded: prompts on
+    the left, and answers by EOS up to a canvas length drawn per batch (decoding must work on all).
+    """
+    pool_size, pool_number = 32 * size, 0
+    weights = [mix[f] for f in tasks.FAMILIES]
+    while True:
+        rng = random.Random(f"{seed}/{pool_number}")
+        pool_number += 1
+        if skip >= 32:
+            skip -= 32
+            continue
+        probs = []
+        for family, w in zip(tasks.FAMILIES, weights):
+            n = round(pool_size * w / sum(weights))
+            probs += tasks.problems(family, "train", n, seed=f"{seed}/{pool_number}")
+        user, assistant, eos, pad = (tokenizer.convert_tokens_to_ids(s)
+                                     for s in ("<|user|>", "<|assistant|>", "<|eos|>", "<|pad|>"))
+        prompts = tokenizer([p.prompt for p in probs], add_special_tokens=False)["input_ids"]
+        answers = tokenizer([p.answer for p in probs], add_special_tokens=False)["input_ids"]
+        rows = [([user] + p + [assistant], a + [eos]) for p, a in zip(prompts, answers)]
+        rng.shuffle(rows)
+        rows.sort(key=lambda r: len(r[0]) // 8)
+        chunks = [rows[i:i + size] for i in range(0, len(rows) - size + 1, size)]
+        rng.shuffle(chunks)
+        for chunk in chunks[skip:]:
+            P, G = max(len(p) for p, _ in chunk), max(len(a) for _, a in chunk)
+            G = G + rng.choice((0, 2, 4, 8)) if rng.random() < .6 else max(G, rng.choice((48, 64, 64, 96)))
+            x = torch.tensor([[pad] * (P - len(p)) + p + a + [eos] * (G - len(a)) for p, a in chunk])
+            real = torch.tensor([[0] * (P - len(p)) + [1] * (len(p) + G) for p, _ in chunk])
+            yield x, (torch.arange(P + G) >= P).expand(x.shape), real
+        skip = 0
+
+
+def save_atomically(write, path):
+    """`write(tmp)`, then rename: a crash or a full disk never leaves half a file at `path`."""
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        write(tmp)
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def save_model(model, weights, tokenizer, folder):
+    """The folder `load_denoiser` opens; weights in bf16, the tied head left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items() if k != "lm_head.weight"}
+    model.config.dtype = "bfloat16"
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_atomically(lambda tmp: save_file(tensors, tmp, {"format": "pt"}), folder / "model.safetensors")
+
+
+def optimizers(model, lr):
+    """Muon for the matrices of the layers (at 4 x lr), AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
+    return [torch.optim.Muon(matrices, lr=4 * lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))]
+
+
+def main():
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--minutes", type=float, default=110, help="training time in all, resumed runs included")
+    cli.add_argument("--batch", type=int, default=128)
+    cli.add_argument("--lr", type=float, default=3e-3)
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--hidden", type=int, default=192)
+    cli.add_argument("--layers", type=int, default=6)
+    cli.add_argument("--mix", default="math=1,choice=.6,code=1", help="share of each family among the problems")
+    cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
+    cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
+    cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    args = cli.parse_args()
+
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden, num_hidden_layers=args.layers,
+                         num_attention_heads=args.hidden // 48, num_key_value_heads=args.hidden // 48,
+                         intermediate_size=args.hidden * 8 // 3, max_position_embeddings=4096,
+                         tie_word_embeddings=True, mask_token_id=tokenizer.mask_token_id,
+                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation("dlm_spec")
+    average = {k: v.clone() for k, v in model.state_dict().items()}
+    opts = optimizers(model, args.lr)
+    generator = torch.Generator().manual_seed(args.seed)
+    step, spent, state_file = 0, 0.0, args.run / "last.pt"
+    args.run.mkdir(parents=True, exist_ok=True)
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        model.load_state_dict(state["model"])
+        average, step, spent = state["average"], state["step"], state["spent"]
+        generator.set_state(state["generator"])
+        for opt, s in zip(opts, state["opts"]):
+            opt.load_state_dict(s)
+        print(f"resumed at step {step}, {spent / 60:.1f} minutes in")
+
+    def save():
+        save_atomically(lambda tmp: torch.save(dict(
+            model=model.state_dict(), average=average, step=step, spent=spent, generator=generator.get_state(),
+            opts=[opt.state_dict() for opt in opts]), tmp), state_file)
+        save_model(model, average, tokenizer, args.out)
+
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} words")
+    mix = {k: float(v) for k, v in (item.split("=") for item in args.mix.split(","))}
+    fast, total, saved, losses = torch.compile(model, dynamic=True), args.minutes * 60, spent, []
+    bar = tqdm(total=round(total), initial=round(spent), unit="s", mininterval=5)
+    clock = time.monotonic()
+    with open(args.run / "log.jsonl", "a") as log, sdpa_kernel(SDPBackend.MATH):
+        for x, answer, real in batches(tokenizer, args.batch, args.seed, mix, skip=step):
+            done = min(spent / total, 1.0)
+            lr = args.lr * min(1, (step + 1) / 200) * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
+            for opt, factor in zip(opts, (4, 1)):
+                for group in opt.param_groups:
+                    group["lr"] = lr * factor
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = mdlm_loss(fast, x, answer, mask_id=tokenizer.mask_token_id, attention_mask=real,
+                                 weighted=False, generator=generator)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for opt in opts:
+                opt.step()
+                opt.zero_grad(set_to_none=True)
+            step += 1
+            with torch.no_grad():
+                keep = min(0.998, (step + 1) / (step + 10))
+                for k, v in model.state_dict().items():
+                    average[k].lerp_(v, 1 - keep)
+            now = time.monotonic()
+            bar.update(round(spent + now - clock) - bar.n)
+            spent, clock = spent + now - clock, now
+            losses.append(loss.item())
+            if step % 50 == 0:
+                mean, losses = sum(losses) / len(losses), []
+                log.write(json.dumps({"step": step, "seconds": round(spent, 1), "loss": round(mean, 5), "lr": lr}) + "\n")
+                log.flush()
+                bar.set_postfix(step=step, loss=f"{mean:.4f}")
+            if spent - saved > args.save_every * 60 or spent >= total:
+                saved = spent
+                save()
+            if spent >= total:
+                break
+    bar.close()
+    print(f"done: {step} steps, {spent / 60:.1f} minutes, model in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
