@@ -5,34 +5,38 @@ A masked-diffusion model sees a *canvas*, a sequence some of whose tokens are a 
 for every masked position a distribution over the token that belongs there. Text is made by
 starting from a prompt followed by G masks and filling them over several forward passes.
 
-    denoiser = load_denoiser()                            # the embedded model; or LLaDA, Dream, a folder
+    denoiser = load_denoiser()                    # the embedded model; or LLaDA, Dream, a folder
     ids, mask = denoiser.encode("Tom has 7 apples. He buys 3 more. How many apples are left?")
     out = sample_llada(denoiser, ids, attention_mask=mask, gen_length=32)
-    print(denoiser.decode(out.generated)[0])              # 7 + 3 = 10; #### 10
+    print(denoiser.decode(out.generated)[0])      # 7 + 3 = 10; #### 10
 
 This is no framework: every sampler is a plain function over a denoiser and a canvas. Copy what you
 need: a sampler, the primitives above it and the denoiser stand on their own.
 
 Papers
-    [1] LLaDA         Nie et al. 2025, Large Language Diffusion Models, arXiv 2502.09992; ML-GSAI/LLaDA
-    [2] Dream         Ye et al. 2025, Dream 7B, arXiv 2508.15487; DreamLM/Dream
-    [3] MDLM          Sahoo et al. 2024, Simple and Effective Masked Diffusion LMs, arXiv 2406.07524
-    [4] Zheng et al.  2024, Masked Diffusion Models are Secretly Time-Agnostic..., arXiv 2409.02908
+    [1] LLaDA  Nie et al. 2025, Large Language Diffusion Models, arXiv 2502.09992; ML-GSAI/LLaDA
+    [2] Dream  Ye et al. 2025, Dream 7B, arXiv 2508.15487; DreamLM/Dream
+    [3] MDLM   Sahoo et al. 2024, Simple and Effective Masked Diffusion LMs, arXiv 2406.07524
+    [4]        Zheng et al. 2024, Masked Diffusion Models are Secretly Time-Agnostic...,
+               arXiv 2409.02908
 
 Glossary
     B, L, P, G, V     batch; canvas length L = P prompt + G generated; vocabulary size
-    x                 (B, L) canvas of token ids                               x_t in [1], [3]
-    M                 the mask id                                              [MASK], m
-    t                 masking probability, the diffusion time in (0, 1]        t, and 1 - alpha_t in [3]
+    x                 (B, L) canvas of token ids                         x_t in [1], [3]
+    M                 the mask id                                        [MASK], m
+    t                 masking probability, the diffusion time in (0, 1]  t, and 1 - alpha_t in [3]
     ask               (B, L) bool, the positions whose logits are read; N = ask.sum().
                       Per-candidate tensors are flat, (N, ...) in row-major order, so that
-                      `y[ask]` takes them from a canvas and `y.masked_scatter(ask, v)` puts them back
-    x0                (N,) the token predicted at each asked position          x_0 hat
-    confidence        (N,) how sure the model is of x0                         c in [1]
+                      `y[ask]` takes them from a canvas and
+                      `y.masked_scatter(ask, v)` puts them back
+    x0                (N,) the token predicted at each asked position    x_0 hat
+    confidence        (N,) how sure the model is of x0                   c in [1]
     NFE               forward passes: how often a row's canvas went through the model
-    q, k, v           (B, H, L, d) attention inputs after the rotary embedding; k, v may have fewer heads
+    q, k, v           (B, H, L, d) attention inputs after the rotary embedding; k, v may have
+                      fewer heads
 """
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -45,9 +49,22 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
-                          LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen2ForCausalLM)
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2TokenizerFast,
+)
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent / "notebooks" / "mini" / "model"
 
@@ -55,16 +72,20 @@ EMBEDDED_MODEL = Path(__file__).resolve().parent / "notebooks" / "mini" / "model
 # ---------------------------------------------------------------------------------------------
 # 1. The hook: the one place where this module meets transformers.
 
-def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0, kv=None, **_):
+def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0,
+                            kv=None, **_):
     """Attention without a causal mask, for any model that takes its attention from transformers'
-    AttentionInterface (Llama, Qwen2, Qwen3, ...), unedited: `model.set_attn_implementation("dlm_spec")`.
+    AttentionInterface (Llama, Qwen2, Qwen3, ...), unedited:
+    `model.set_attn_implementation("dlm_spec")`.
 
     Args:
         q: (B, H, n, d) queries of the n tokens of this forward, after the rotary embedding.
         k, v: (B, H_kv, n, d) their keys and values; H_kv divides H.
-        attention_mask: bool, True where a query may look, broadcastable to (B, H, n, columns); None: everywhere.
+        attention_mask: bool, True where a query may look, broadcastable to (B, H, n, columns);
+            None: everywhere.
         kv: any keyword given to `model(...)` arrives here. An object with
-            `attend(layer, q, k, v, attention_mask, scaling) -> (B, H, n, d)` takes over, see KVCache.
+            `attend(layer, q, k, v, attention_mask, scaling) -> (B, H, n, d)` takes over,
+            see KVCache.
     Returns: (B, n, H, d) and None, as the interface wants it.
     """
     if kv is not None:
@@ -84,12 +105,14 @@ AttentionInterface.register("dlm_spec", bidirectional_attention)
 
 
 class KVCache:
-    """Keys and values of a canvas, so that a forward can recompute a window of it and read the rest.
+    """Keys and values of a canvas, so that a forward can recompute a window of it
+    and read the rest.
 
-    Layout: `k[layer]`, `v[layer]` are (B, H_kv, L, d), after the rotary embedding (never rotated again),
-    heads unrepeated, on the layer's own device. A forward with `positions=None` fills them; one with
-    `positions` (B, n), the canvas columns of its n tokens, row by row, writes those and attends to all L.
-    Two entries of a row may name the same column if they carry the same token.
+    Layout: `k[layer]`, `v[layer]` are (B, H_kv, L, d), after the rotary embedding
+    (never rotated again), heads unrepeated, on the layer's own device. A forward with
+    `positions=None` fills them; one with `positions` (B, n), the canvas columns of its n tokens,
+    row by row, writes those and attends to all L. Two entries of a row may name the same column if
+    they carry the same token.
     """
 
     def __init__(self):
@@ -122,9 +145,9 @@ class Denoiser:
     """A masked-diffusion model as a function of the canvas.
 
     Args:
-        model: a transformers causal LM (it is switched to the `dlm_spec` attention), or any callable
-            `model(input_ids=, attention_mask=, position_ids=, use_cache=, **kw)` whose result has
-            `.logits` (B, L, V).
+        model: a transformers causal LM (it is switched to the `dlm_spec` attention), or any
+            callable `model(input_ids=, attention_mask=, position_ids=, use_cache=, **kw)` whose
+            result has `.logits` (B, L, V).
         mask_id: the id of M. Never predicted.
         eos_ids: ids that end a text, the end-of-sequence token first.
         pad_id: filler of left-padded prompts (default: the first of eos_ids, else 0).
@@ -133,17 +156,20 @@ class Denoiser:
         tokenizer: only `encode` and `decode` need it.
     """
 
-    def __init__(self, model, mask_id, *, eos_ids=(), pad_id=None, n_tokens=None, shift=False, tokenizer=None):
+    def __init__(self, model, mask_id, *, eos_ids=(), pad_id=None, n_tokens=None, shift=False,
+                 tokenizer=None):
         if not isinstance(mask_id, int) or isinstance(mask_id, bool) or mask_id < 0:
-            raise ValueError(f"mask_id is {mask_id!r}, expected the id of the mask token: this checkpoint's files do "
-                             "not name it, so pass it, e.g. load_denoiser(..., mask_id=126336) for LLaDA, 151666 for Dream")
+            raise ValueError(f"mask_id is {mask_id!r}, expected the id of the mask token: this "
+                             "checkpoint's files do not name it, so pass it, e.g. "
+                             "load_denoiser(..., mask_id=126336) for LLaDA, 151666 for Dream")
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation("dlm_spec")
             model.eval()
         self.model, self.mask_id, self.eos_ids, self.shift = model, mask_id, tuple(eos_ids), shift
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids + (0,))[0]
         self.n_tokens, self.tokenizer = n_tokens, tokenizer
-        self._head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        self._head = (model.get_output_embeddings() if hasattr(model, "get_output_embeddings")
+                      else None)
 
     @property
     def device(self):
@@ -152,35 +178,42 @@ class Denoiser:
             return self.model.get_input_embeddings().weight.device
         return getattr(self.model, "device", torch.device("cpu"))
 
-    def __call__(self, x, ask, attention_mask=None, *, cfg_scale=0.0, given=None, work=None, kv=None, positions=None):
+    def __call__(self, x, ask, attention_mask=None, *, cfg_scale=0.0, given=None, work=None,
+                 kv=None, positions=None):
         """Logits of the asked positions. Rows that ask for nothing are not forwarded.
 
         Args:
             x: (B, L) canvas. attention_mask: (B, L) bool, False on padding; None: no padding.
             ask: (B, L) bool, at least one True.
-            cfg_scale, given: classifier-free guidance [1]: u + (cfg_scale + 1)(c - u), where c are the logits of
-                x and u those of x with the `given` (B, L) positions masked. Counts two forwards.
+            cfg_scale, given: classifier-free guidance [1]: u + (cfg_scale + 1)(c - u), where c are
+                the logits of x and u those of x with the `given` (B, L) positions masked. Counts
+                two forwards; takes no kv.
             work: a Work to add this forward to.
-            kv, positions: a KVCache and the (B, n) canvas columns to recompute (None: all). With `positions`
-                every row is forwarded, and what is asked must be read inside the window.
+            kv, positions: a KVCache and the (B, n) canvas columns to recompute (None: all). With
+                `kv` every row is forwarded, and what is asked must be read inside the window.
         Returns: (N, V), N = ask.sum(), with M and padded vocabulary rows at -inf.
         """
-        live = slice(None) if positions is not None else ask.any(1)
+        if cfg_scale and (given is None or kv is not None):
+            raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) and "
+                             "takes no kv")
+        live = slice(None) if kv is not None else ask.any(1)        # a cache holds all rows
         x, ask = x[live], ask[live]
-        visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live]
+        visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
         position_ids = (visible.cumsum(1) - 1).clamp(min=0)
         row, column = ask.nonzero(as_tuple=True)
         if self.shift:      # position i is read at i-1, a row's first token at itself
             column = column - (position_ids[row, column] > 0).long()
         columns = None if attention_mask is None else visible[:, None, None]
-        if positions is not None:
+        if kv is not None:
             kv.positions = positions
+        if positions is not None:
             x, position_ids = x.gather(1, positions), position_ids.gather(1, positions)
             hit = positions[row] == column[:, None]
             assert hit.any(1).all(), "asked for a position outside the window"
             column = hit.int().argmax(1)
         if work is not None:
-            cost = visible.sum(1) if positions is None else torch.full_like(positions[:, 0], positions.shape[1])
+            cost = (visible.sum(1) if positions is None
+                    else torch.full_like(positions[:, 0], positions.shape[1]))
             work.nfe[live] += 1 + bool(cfg_scale)
             work.positions[live] += cost * (1 + bool(cfg_scale))
             work.calls += 1
@@ -189,8 +222,8 @@ class Denoiser:
         B = len(x)          # conditional and unconditional canvases in one batch, with their masks
         both = torch.cat([x, x.masked_fill(given[live], self.mask_id)])
         columns = None if columns is None else torch.cat([columns, columns])
-        logits = self._forward(both, torch.cat([row, row + B]), torch.cat([column, column]), columns,
-                               torch.cat([position_ids, position_ids]), kv)
+        logits = self._forward(both, torch.cat([row, row + B]), torch.cat([column, column]),
+                               columns, torch.cat([position_ids, position_ids]), kv)
         c, u = logits.chunk(2)
         return self._ban(u + (cfg_scale + 1) * (c - u))
 
@@ -201,8 +234,8 @@ class Denoiser:
             return (args[0][row.to(args[0].device), column.to(args[0].device)],)
         handle = self._head.register_forward_pre_hook(pick) if self._head is not None else None
         try:
-            logits = self.model(input_ids=x, attention_mask=mask, position_ids=position_ids, use_cache=False,
-                                **extra).logits
+            logits = self.model(input_ids=x, attention_mask=mask, position_ids=position_ids,
+                                use_cache=False, **extra).logits
         finally:
             if handle is not None:
                 handle.remove()
@@ -216,42 +249,56 @@ class Denoiser:
         return logits.to(self.device)
 
     def encode(self, text, *, chat=True, system=None):
-        """Token ids of prompts, left-padded: (B, P) ids and (B, P) bool mask, on the model's device.
+        """Token ids of prompts, left-padded: (B, P) ids and (B, P) bool mask,
+        on the model's device.
 
-        text: a str, a list of chat messages ({"role", "content"}), or a list of either. With `chat` a str
-        becomes a user message (after a `system` one) and goes through the tokenizer's chat template.
+        text: a str, a list of chat messages ({"role", "content"}), or a list of either. With
+        `chat` a str becomes a user message (after a `system` one) and goes through the
+        tokenizer's chat template.
         """
         if self.tokenizer is None:
-            raise ValueError("this denoiser has no tokenizer: pass one to Denoiser(..., tokenizer=) or give token ids")
+            raise ValueError("this denoiser has no tokenizer: pass one to "
+                             "Denoiser(..., tokenizer=) or give token ids")
         if not text:
-            raise ValueError(f"text is {text!r}, expected a str, a list of messages, or a list of either")
+            raise ValueError(f"text is {text!r}, expected a str, a list of messages, "
+                             "or a list of either")
         single = isinstance(text, str) or isinstance(text[0], dict)
         rows = []
         for item in [text] if single else text:
             if isinstance(item, str) and not item.strip():
                 raise ValueError(f"prompt {len(rows)} is empty")
-            if isinstance(item, str) and chat and self.tokenizer.chat_template:
-                item = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": item}]
+            templated = isinstance(item, str) and chat and self.tokenizer.chat_template
+            if system and not templated:
+                raise ValueError("system needs a str prompt and a chat template: "
+                                 "put it into the messages instead")
+            if templated:
+                item = ([{"role": "system", "content": system}] if system else []) + [
+                    {"role": "user", "content": item}]
             if not isinstance(item, str):
-                item = self.tokenizer.apply_chat_template(item, add_generation_prompt=True, tokenize=False)
+                item = self.tokenizer.apply_chat_template(item, add_generation_prompt=True,
+                                                          tokenize=False)
                 rows.append(self.tokenizer(item, add_special_tokens=False)["input_ids"])
             else:
                 rows.append(self.tokenizer(item)["input_ids"])
             unknown = self.tokenizer.unk_token_id
             if unknown is not None and unknown in rows[-1]:
-                warnings.warn(f"prompt {len(rows) - 1} has words the tokenizer does not know; the model sees "
-                              f"{self.tokenizer.decode(rows[-1])!r}", stacklevel=2)
+                warnings.warn(f"prompt {len(rows) - 1} has words the tokenizer does not know; the "
+                              f"model sees {self.tokenizer.decode(rows[-1])!r}", stacklevel=2)
         ids, mask = pad_left(rows, self.pad_id)
         return ids.to(self.device), mask.to(self.device)
 
     def decode(self, ids, *, trim=True):
-        """Texts of (B, n) ids, a list of str; with `trim` each ends before its first eos id."""
+        """Texts of (B, n) ids or a list of rows, as a list of str;
+        with `trim` each ends before its first eos id."""
         if self.tokenizer is None:
-            raise ValueError("this denoiser has no tokenizer: pass one to Denoiser(..., tokenizer=)")
-        rows = torch.as_tensor(ids).tolist()
+            raise ValueError("this denoiser has no tokenizer: "
+                             "pass one to Denoiser(..., tokenizer=)")
+        rows = (ids.tolist() if hasattr(ids, "tolist")
+                else [r.tolist() if hasattr(r, "tolist") else r for r in ids])
         rows = rows if rows and isinstance(rows[0], list) else [rows]
         if trim:
-            rows = [r[:next((i for i, t in enumerate(r) if t in self.eos_ids), len(r))] for r in rows]
+            rows = [r[:next((i for i, t in enumerate(r) if t in self.eos_ids), len(r))]
+                    for r in rows]
         return [self.tokenizer.decode(r, skip_special_tokens=True) for r in rows]
 
 
@@ -259,122 +306,173 @@ def pad_left(rows, pad_id):
     """A list of id lists -> (B, P) ids padded on the left, (B, P) bool mask."""
     P = max(map(len, rows))
     ids = torch.tensor([[pad_id] * (P - len(r)) + list(r) for r in rows], dtype=torch.long)
-    return ids, torch.tensor([[False] * (P - len(r)) + [True] * len(r) for r in rows], dtype=torch.bool).view(ids.shape)
+    return ids, torch.tensor([[False] * (P - len(r)) + [True] * len(r) for r in rows],
+                             dtype=torch.bool).view(ids.shape)
 
 
 # ---------------------------------------------------------------------------------------------
 # 3. Loading: LLaDA is Llama and Dream is Qwen2, so their weights go into the stock classes by name.
 
+# one group per pattern and only \1: all that transformers 5 understands in a key_mapping
 LLADA_NAMES = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
     r"^model\.transformer\.ln_f\.": "model.norm.",
+    # the head; a block's own ff_out is its down projection
     r"^model\.transformer\.ff_out\.": "lm_head.",
-    r"^model\.transformer\.blocks\.(\d+)\.(q_proj|k_proj|v_proj)\.": r"model.layers.\1.self_attn.\2.",
-    r"^model\.transformer\.blocks\.(\d+)\.attn_out\.": r"model.layers.\1.self_attn.o_proj.",
     r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.": r"model.layers.\1.input_layernorm.",
+    r"^model\.transformer\.blocks\.(\d+)\.q_proj\.": r"model.layers.\1.self_attn.q_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.k_proj\.": r"model.layers.\1.self_attn.k_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.v_proj\.": r"model.layers.\1.self_attn.v_proj.",
+    r"^model\.transformer\.blocks\.(\d+)\.attn_out\.": r"model.layers.\1.self_attn.o_proj.",
     r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.": r"model.layers.\1.post_attention_layernorm.",
+    # the one under the silu
     r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.": r"model.layers.\1.mlp.gate_proj.",
     r"^model\.transformer\.blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
     r"^model\.transformer\.blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
 }
-LLADA_MUST_BE = dict(block_type="llama", include_bias=False, include_qkv_bias=False, attention_layer_norm=False,
-                     layer_norm_type="rms", input_emb_norm=False, scale_logits=False, alibi=False, rope=True,
-                     activation_type="silu")
+LLADA_MUST_BE = {
+    "block_type": "llama", "block_group_size": 1, "activation_type": "silu", "rope": True,
+    "alibi": False, "layer_norm_type": "rms", "layer_norm_with_affine": True,
+    "bias_for_layer_norm": False, "attention_layer_norm": False, "input_emb_norm": False,
+    "include_bias": False, "include_qkv_bias": False, "multi_query_attention": False,
+    "scale_logits": False,
+}
 
 
 def llada_config(c):
     """LLaDA's config fields (a dict) -> LlamaConfig. ValueError for what a Llama cannot express."""
     for name, want in LLADA_MUST_BE.items():
         if (got := c.get(name, want)) != want and not (got is None and want is False):
-            raise ValueError(f"this LLaDA checkpoint has {name}={got!r}; only {name}={want!r} maps to a stock Llama")
-    heads = c["n_heads"]
+            raise ValueError(f"this LLaDA checkpoint has {name}={got!r}; "
+                             f"only {name}={want!r} maps to a stock Llama")
+    _need(c, "LLaDA", "d_model", "n_heads", "n_layers", "vocab_size", "max_sequence_length")
     return LlamaConfig(
-        vocab_size=c.get("embedding_size") or c["vocab_size"], hidden_size=c["d_model"], num_hidden_layers=c["n_layers"],
-        num_attention_heads=heads, num_key_value_heads=c.get("n_kv_heads") or heads,
-        intermediate_size=c.get("mlp_hidden_size") or c["mlp_ratio"] * c["d_model"],
+        vocab_size=c.get("embedding_size") or c["vocab_size"], hidden_size=c["d_model"],
+        num_hidden_layers=c["n_layers"],
+        num_attention_heads=c["n_heads"], num_key_value_heads=c.get("n_kv_heads") or c["n_heads"],
+        intermediate_size=c.get("mlp_hidden_size") or c.get("mlp_ratio", 4) * c["d_model"],
         max_position_embeddings=c["max_sequence_length"], rms_norm_eps=c.get("rms_norm_eps", 1e-5),
-        tie_word_embeddings=bool(c.get("weight_tying", False)), mask_token_id=c.get("mask_token_id"),
-        eos_token_id=c.get("eos_token_id"), pad_token_id=c.get("pad_token_id"), bos_token_id=None,
-        **_rope(c.get("rope_theta", 10000.0)))
+        tie_word_embeddings=bool(c.get("weight_tying", False)), **_ids(c), **_rope(c))
 
 
 def dream_config(c):
     """Dream's config fields (a dict) -> Qwen2Config. ValueError for what a Qwen2 cannot express."""
     if c.get("use_sliding_window"):
-        raise ValueError("this Dream checkpoint has use_sliding_window=True, which the bidirectional hook does not do")
-    if c.get("rope_scaling"):
-        raise ValueError(f"this Dream checkpoint has rope_scaling={c['rope_scaling']!r}; only None maps to a stock Qwen2")
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-            "eos_token_id", "pad_token_id", "bos_token_id", "mask_token_id")
-    return Qwen2Config(**{k: c[k] for k in same if k in c}, **_rope(c.get("rope_theta", 10000.0)))
+        raise ValueError("this Dream checkpoint has use_sliding_window=True, which the "
+                         "bidirectional hook does not do")
+    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads")
+    _need(c, "Dream", *shape)
+    same = shape + ("hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
+    return Qwen2Config(num_key_value_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
+                       shift_logits=True, **{k: c[k] for k in same if k in c}, **_ids(c),
+                       **_rope(c))
 
 
-def _rope(theta):
+def _need(c, kind, *fields):
+    if missing := [k for k in fields if c.get(k) is None]:
+        raise ValueError(f"the config.json of this {kind} checkpoint lacks {', '.join(missing)}")
+
+
+def _ids(c):
+    """Named even when absent: the stock classes have ids of their own as defaults."""
+    return {k: c.get(k) for k in ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _rope(c):
     """The rotary base, under the name that this transformers gives it (5: `rope_parameters`)."""
+    scaling = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        raise ValueError(f"this checkpoint has rope_scaling={scaling!r}; "
+                         "only plain rotary embeddings are mapped")
+    theta = float(c.get("rope_theta") or scaling.get("rope_theta") or 10000.0)
     if hasattr(LlamaConfig(), "rope_parameters"):
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}
-    return {"rope_theta": float(theta)}
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return {"rope_theta": theta}
 
 
-def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, shift=None, **from_pretrained):
+def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, shift=None,
+                  **from_pretrained):
     """A Denoiser from a checkpoint folder or hub id; nothing given: the embedded model.
 
-    LLaDA's layout is mapped to LlamaForCausalLM and Dream's to Qwen2ForCausalLM, strictly and without
-    running any code of the checkpoint; anything else is opened as a stock causal LM of transformers.
+    LLaDA's layout is mapped to LlamaForCausalLM and Dream's to Qwen2ForCausalLM, strictly
+    and without running any code of the checkpoint; anything else is opened as a stock causal
+    LM of transformers. `denoiser.model.save_pretrained(folder)` writes the stock layout,
+    which loads the same.
 
     Args:
-        device: default a CUDA device when there is one, else the CPU. Leave it out with `device_map`.
-        dtype: default bfloat16 on CUDA, float32 on the CPU.
+        device: default a CUDA device when there is one, else the CPU. Not together with
+            `device_map` or `quantization_config`, which place the weights themselves.
+        dtype: default bfloat16 when there is a CUDA device and the model is not sent to the
+            CPU, else float32.
         mask_id: needed when the checkpoint's files do not name it.
-        shift: whether position i is read at i-1; default True for Dream's layout, else False.
-        from_pretrained: passed on (`quantization_config`, `device_map`, `revision`, `local_files_only`, ...).
-    Raises ValueError when nothing is found there, when a weight is missing, unexpected or of another
-    shape, when the architecture cannot be mapped, and when no mask id is known.
+        shift: whether position i is read at i-1; default what config.json says (`shift_logits`),
+            else True for Dream's layout and False for others.
+        from_pretrained: passed on (`quantization_config`, `device_map`, `revision`,
+            `local_files_only`, ...).
+    Raises ValueError when nothing is found there, when a weight is missing, unexpected or of
+    another shape, when the architecture cannot be mapped, and when no mask id is known.
     """
-    name = str(name_or_path) if name_or_path is not None else str(EMBEDDED_MODEL)
-    if from_pretrained.pop("trust_remote_code", False):
-        raise ValueError("trust_remote_code=True was given, but no code of a checkpoint is ever run here")
-    hub = {k: from_pretrained[k] for k in ("revision", "cache_dir", "token", "local_files_only", "subfolder")
+    name = os.path.expanduser(str(name_or_path if name_or_path is not None else EMBEDDED_MODEL))
+    placed = [k for k in ("device_map", "quantization_config")
+              if from_pretrained.get(k) is not None]
+    _check_from_pretrained(from_pretrained, device, placed)
+    hub = {k: from_pretrained[k]
+           for k in ("revision", "cache_dir", "token", "local_files_only", "subfolder")
            if k in from_pretrained}
     config = _read_config(name, hub)
-    kind = config.get("model_type")
-    if device is None and "device_map" not in from_pretrained:
+    kind = str(config.get("model_type")).lower()
+    if device is None and not placed and not config.get("quantization_config"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype is None:
-        dtype = torch.float32 if device is not None and torch.device(device).type == "cpu" else torch.bfloat16
+        on_cpu = (str(device or from_pretrained.get("device_map")).startswith("cpu")
+                  or not torch.cuda.is_available())
+        dtype = torch.float32 if on_cpu else torch.bfloat16
     names = {}
     if kind == "llada":
-        cls, model_config, names = LlamaForCausalLM, llada_config(config), {"key_mapping": LLADA_NAMES}
-    elif kind and kind.lower() == "dream":
+        cls, model_config, names = (LlamaForCausalLM, llada_config(config),
+                                    {"key_mapping": LLADA_NAMES})
+    elif kind == "dream":
         cls, model_config = Qwen2ForCausalLM, dream_config(config)
     else:
-        cls, model_config = AutoModelForCausalLM, _stock_config(name, kind, hub)
-    model, report = cls.from_pretrained(name, config=model_config, dtype=dtype, use_safetensors=True,
-                                        output_loading_info=True, attn_implementation="dlm_spec", **names, **from_pretrained)
-    wrong = {k: sorted(map(str, report[k])) for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-             if report.get(k)}
-    if wrong:
-        raise ValueError(f"{name} does not fit {type(model).__name__}: " +
-                         "; ".join(f"{k} {v[:4]}{' ...' if len(v) > 4 else ''}" for k, v in wrong.items()))
+        cls, model_config = AutoModelForCausalLM, _stock_config(name, config.get("model_type"), hub)
+    model = _load_strictly(cls, name, config=model_config, dtype=dtype, **names, **from_pretrained)
     if device is not None:
         model = model.to(device)
     return _finish(model, name, config, hub, mask_id, shift)
 
 
+def _check_from_pretrained(given, device, placed):
+    if given.pop("trust_remote_code", False):
+        raise ValueError("trust_remote_code=True was given, but no code of a checkpoint is ever "
+                         "run here: drop it")
+    if device is not None and placed:
+        raise ValueError(f"device={device!r} was given with {placed[0]}, "
+                         "which places the weights itself: drop one")
+    if "torch_dtype" in given:
+        raise ValueError("torch_dtype was given: say dtype")
+    if ours := {"attn_implementation", "config", "generation_config", "ignore_mismatched_sizes",
+                "key_mapping", "output_loading_info", "use_safetensors"} & given.keys():
+        raise ValueError(f"{', '.join(sorted(ours))} was given, which load_denoiser sets itself: "
+                         "drop it")
+
+
 def _read_config(name, hub):
-    if ("/" in name or os.sep in name) and name.count("/") != 1 and not Path(name).is_dir():
-        raise ValueError(f"there is no model folder {name!r}")
     if name == str(EMBEDDED_MODEL) and not Path(name).is_dir():
-        raise ValueError(f"the embedded model is missing from {name!r}: copy notebooks/mini along with dlm_spec.py, "
-                         "or name a checkpoint")
+        raise ValueError(f"the embedded model is missing from {name!r}: copy notebooks/mini along "
+                         "with dlm_spec.py, or name a checkpoint")
+    if not Path(name).is_dir() and (name[:1] in (".", "~", os.sep) or name.count("/") > 1
+                                    or "\\" in name):
+        raise ValueError(f"there is no model folder {name!r}")
     try:
         config, _ = PretrainedConfig.get_config_dict(name, **hub)
-    except OSError as e:
-        raise ValueError(f"no checkpoint at {name!r}: it is neither a folder with a config.json nor a hub id that can "
-                         f"be reached ({e})") from e
+    except (OSError, ValueError) as e:
+        raise ValueError(f"no checkpoint at {name!r}: it is neither a folder with a config.json "
+                         "nor a hub id that can be reached; without a network, download the "
+                         "checkpoint beforehand and give its folder "
+                         f"({type(e).__name__}: {e})") from e
     if not config:
-        raise ValueError(f"no config.json in {name!r}")
+        raise ValueError(f"no config.json in {name!r}, or an empty one")
     return config
 
 
@@ -382,30 +480,51 @@ def _stock_config(name, kind, hub):
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
     except (ValueError, KeyError) as e:
-        raise ValueError(f"model_type {kind!r} of {name!r} is neither LLaDA, nor Dream, nor known to this transformers; "
-                         "code of a checkpoint is never run") from e
+        raise ValueError(f"model_type {kind!r} of {name!r} is neither LLaDA, nor Dream, nor known "
+                         "to this transformers; code of a checkpoint is never run") from e
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(f"{name!r} has layers with sliding_attention, "
+                         "which the bidirectional hook does not do")
     return config
+
+
+def _load_strictly(cls, name, **kw):
+    """from_pretrained, with a ValueError unless every weight of the model and of the files
+    finds its match."""
+    try:
+        model, report = cls.from_pretrained(
+            name, attn_implementation="dlm_spec", use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
+            # generation_config given: else 4.57 runs custom_generate/
+            trust_remote_code=False, generation_config=GenerationConfig(), **kw)
+    except (OSError, SafetensorError) as e:
+        raise ValueError(f"the weights of {name!r} cannot be read: safetensors files are needed, "
+                         "all of them and whole (pickled ones, pytorch_model.bin, "
+                         f"can run code and are not opened): {e}") from e
+    faults = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    wrong = {k: sorted(map(str, report[k])) for k in faults if report.get(k)}
+    if wrong:
+        raise ValueError(f"{name!r} does not fit {type(model).__name__}: " +
+                         "; ".join(f"{k} {v[:4]}{' ...' if len(v) > 4 else ''}"
+                                   for k, v in wrong.items()))
+    # with it, 5.x saves LLaDA's names under a Llama config
+    vars(model).pop("_weight_conversions", None)
+    return model
 
 
 def _finish(model, name, config, hub, mask_id, shift):
     """Tokenizer and ids around a loaded model."""
-    dream = str(config.get("model_type")).lower() == "dream"
-    try:
-        if dream:       # its tokenizer is Qwen2's under another name
-            from transformers import Qwen2TokenizerFast
-            tokenizer = Qwen2TokenizerFast.from_pretrained(name, **hub)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **hub)
-    except (OSError, ValueError, TypeError, KeyError) as e:
-        tokenizer = None
-        warnings.warn(f"no tokenizer could be opened in {name!r} ({type(e).__name__}): encode and decode will not work",
-                      stacklevel=3)
+    kind = str(config.get("model_type")).lower()
+    tokenizer = _tokenizer(kind, name, hub)
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     if mask_id is None:
         mask_id = config.get("mask_token_id")
     if mask_id is None and tokenizer is not None:
-        mask_id = next((vocabulary[s] for s in ("<|mask|>", "<|mdm_mask|>", "[MASK]") if s in vocabulary),
-                       tokenizer.mask_token_id)
+        mask_id = next((vocabulary[s] for s in ("<|mask|>", "<|mdm_mask|>", "[MASK]")
+                        if s in vocabulary), tokenizer.mask_token_id)
+    V = model.get_input_embeddings().weight.shape[0]
+    if isinstance(mask_id, int) and mask_id >= V:
+        raise ValueError(f"mask_id is {mask_id}, but {name!r} has embeddings for {V} ids only")
     eos = config.get("eos_token_id")
     eos = [*eos] if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
     if tokenizer is not None:
@@ -414,9 +533,30 @@ def _finish(model, name, config, hub, mask_id, shift):
     pad_id = config.get("pad_token_id")
     if pad_id is None and tokenizer is not None:
         pad_id = tokenizer.pad_token_id
-    n_tokens = None if tokenizer is None else max(vocabulary.values()) + 1
-    return Denoiser(model, mask_id, eos_ids=tuple(dict.fromkeys(eos)), pad_id=pad_id, n_tokens=n_tokens,
-                    shift=dream if shift is None else shift, tokenizer=tokenizer)
+    n_tokens = max(vocabulary.values()) + 1 if vocabulary else config.get("vocab_size")
+    return Denoiser(model, mask_id, eos_ids=tuple(dict.fromkeys(eos)), pad_id=pad_id,
+                    n_tokens=n_tokens,
+                    shift=bool(config.get("shift_logits", kind == "dream")
+                               if shift is None else shift),
+                    tokenizer=tokenizer)
+
+
+def _tokenizer(kind, name, hub):
+    """The checkpoint's tokenizer, or None with a warning. LLaDA's is a plain tokenizer.json,
+    Dream's Qwen2's."""
+    cls = {"llada": PreTrainedTokenizerFast, "dream": Qwen2TokenizerFast}.get(kind, AutoTokenizer)
+    code = {"trust_remote_code": False} if cls is AutoTokenizer else {}
+    try:
+        tokenizer = cls.from_pretrained(name, **code, **hub)
+        if not (set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+                - set(tokenizer.get_added_vocab())):
+            raise ValueError("no vocabulary file: transformers 5 then makes a Qwen2 tokenizer of "
+                             "one token")
+        return tokenizer
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as e:
+        warnings.warn(f"no tokenizer could be opened in {name!r} ({type(e).__name__}): "
+                      "encode and decode will not work", stacklevel=4)
+        return None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -428,8 +568,8 @@ REMASKING = ("low_confidence", "margin", "entropy", "random")
 def draw(shape, generator, rows, *, dtype, device):
     """Uniform numbers (N, ...) in [0, 1) for candidates of canvas rows `rows` (N,).
 
-    generator: None, a torch.Generator, or a list with one per row of the batch; with a list a row draws
-    the same numbers in any batch.
+    generator: None, a torch.Generator, or a list with one per row of the batch; with a list a row
+    draws the same numbers in any batch.
     """
     if not isinstance(generator, (list, tuple)):
         return torch.rand(shape, generator=generator, dtype=dtype, device=device)
@@ -441,21 +581,23 @@ def draw(shape, generator, rows, *, dtype, device):
 def gumbel_argmax(logits, temperature, generator=None, rows=None):
     """A sample of softmax(logits / temperature) per candidate by the Gumbel-max trick; argmax at 0.
 
-    logits: (N, V). In log space, so that no logit overflows, and with float64 noise: in low precision the
-    noise is truncated, which lowers the temperature and the quality [4]. Returns (N,).
+    logits: (N, V). In log space, so that no logit overflows, and with float64 noise: in
+    low precision the noise is truncated, which lowers the temperature and the
+    quality [4]. Returns (N,).
     """
     if temperature == 0:
         return logits.argmax(-1)
     u = draw(logits.shape, generator, rows, dtype=torch.float64, device=logits.device)
-    noise = u.log_().neg_().log_().neg_()        # -log(-log u), in place: the one (N, V) float64 tensor
+    noise = u.log_().neg_().log_().neg_()  # -log(-log u), in place: the one (N, V) float64 tensor
     return noise.add_(logits, alpha=1 / temperature).argmax(-1)
 
 
 def confidence_of(logits, x0, remasking="low_confidence", generator=None, rows=None):
     """How sure the model is of each candidate, higher is surer. Computed in float32 or better.
 
-    logits: (N, V), x0: (N,) predicted tokens. `low_confidence`: the probability of x0 [1]; `margin`: largest
-    minus second probability; `entropy`: minus the entropy in nats [2]; `random`: uniform. Returns (N,).
+    logits: (N, V), x0: (N,) predicted tokens. `low_confidence`: the probability of x0 [1];
+    `margin`: largest minus second probability; `entropy`: minus the entropy in nats [2]; `random`:
+    uniform. Returns (N,).
     """
     if remasking == "random":
         return draw(x0.shape, generator, rows, dtype=torch.float32, device=logits.device)
@@ -463,26 +605,30 @@ def confidence_of(logits, x0, remasking="low_confidence", generator=None, rows=N
     if remasking == "low_confidence":
         return (logits.gather(1, x0[:, None])[:, 0] - logits.logsumexp(1)).exp()
     if remasking == "margin":
-        top = (logits.topk(min(2, logits.shape[1]), dim=1).values - logits.logsumexp(1, keepdim=True)).exp()
+        top = (logits.topk(min(2, logits.shape[1]), dim=1).values
+               - logits.logsumexp(1, keepdim=True)).exp()
         return top[:, 0] - top[:, 1:].sum(1)
     assert remasking == "entropy", remasking
     return -torch.special.entr(logits.softmax(1)).sum(1)
 
 
-def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_confidence=False, generator=None, rows=None):
+def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_confidence=False,
+            generator=None, rows=None):
     """Token and confidence of each candidate: (N, V) logits -> x0 (N,), confidence (N,).
 
-    The confidence is read off the untempered softmax, as LLaDA does [1]; with `tempered_confidence` off
-    softmax(logits / temperature), as Dream does [2]. ValueError on logits that are NaN, +inf, or all -inf.
+    The confidence is read off the untempered softmax, as LLaDA does [1]; with
+    `tempered_confidence` off softmax(logits / temperature), as Dream does [2].
+    ValueError on logits that are NaN, +inf, or all -inf.
     """
     x0 = gumbel_argmax(logits, temperature, generator, rows)
     scale = temperature if tempered_confidence else 1.0
-    confidence = confidence_of(logits / scale if scale != 1.0 else logits, x0, remasking, generator, rows)
+    confidence = confidence_of(logits / scale if scale != 1.0 else logits, x0, remasking, generator,
+                               rows)
     sane = logits.amax(1).isfinite() if remasking == "random" else confidence.isfinite()
     if not sane.all():
         bad = int((~sane).nonzero()[0])
-        raise ValueError(f"the model's logits are not usable at candidate {bad} of {len(x0)}: they hold NaN or +inf, "
-                         "or every token is -inf")
+        raise ValueError(f"the model's logits are not usable at candidate {bad} of {len(x0)}: they "
+                         "hold NaN or +inf, or every token is -inf")
     return x0, confidence
 
 
@@ -501,7 +647,8 @@ def top_k(score, ask, k):
     """
     order = score.masked_fill(~ask, -torch.inf).argsort(dim=1, descending=True, stable=True)
     # A candidate at -inf must not lose to a non-candidate: sort once more, candidates first.
-    order = order.gather(1, ask.gather(1, order).to(torch.int8).argsort(dim=1, descending=True, stable=True))
+    order = order.gather(1, ask.gather(1, order).to(torch.int8)
+                         .argsort(dim=1, descending=True, stable=True))
     best = torch.arange(ask.shape[1], device=ask.device) < k[:, None]
     return torch.zeros_like(ask).scatter(1, order, best) & ask
 
@@ -511,7 +658,8 @@ def block_bounds(P, gen_length, block_length):
 
     Nothing to generate (pure infilling): one empty block, to which the prompt's holes belong.
     """
-    return [(s, min(s + block_length, P + gen_length)) for s in range(P, P + gen_length, block_length)] or [(P, P)]
+    return [(s, min(s + block_length, P + gen_length))
+            for s in range(P, P + gen_length, block_length)] or [(P, P)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -522,11 +670,13 @@ class DecodeOutput:
     """The result of a decode.
 
     sequences: (B, P + G) ids, prompt included, no M left. prompt_length: P.
-    nfe: (B,) forwards per row. positions: (B,) token positions processed per row. calls: model calls.
+    nfe: (B,) forwards per row. positions: (B,) token positions processed per row.
+    calls: model calls.
     tokens_per_forward: (B,) generated tokens before the first eos, per forward.
-    commit_step, commit_confidence: (B, L) at which of its row's forwards (from 1) a position was last filled
-        and how sure the model was; 0 and 1 on given tokens.
-    revisions: [(row, forward, position, old token, kind), ...] of tokens taken back; kind "remask" or "replace".
+    commit_step, commit_confidence: (B, L) at which of its row's forwards (from 1) a position was
+        last filled and how sure the model was; 0 and 1 on given tokens.
+    revisions: [(row, forward, position, old token, kind), ...] of tokens taken back; kind "remask"
+        or "replace".
     history: with `history=True` the canvases, [(B, L), ...], the initial one first.
     """
     sequences: Tensor
@@ -549,55 +699,66 @@ class DecodeOutput:
 def start_canvas(denoiser, prompt, attention_mask, gen_length):
     """Prompt + G masks: x (B, P + G), visible (B, P + G) bool, P.
 
-    prompt: (B, P) or (P,) ids, or a list of id lists or 1-D tensors of different lengths (then padded on the
-    left). M inside a prompt is a hole to fill. attention_mask: (B, P), 0 on left padding.
+    prompt: (B, P) or (P,) ids, or a list of id lists or 1-D tensors of different lengths
+    (then padded on the left). M inside a prompt is a hole to fill. attention_mask: (B, P),
+    0 on left padding.
     """
     if isinstance(prompt, (list, tuple)):
-        rows = [torch.as_tensor(r).tolist() for r in prompt] if not all(isinstance(t, int) for t in prompt) else [prompt]
-        if not rows:
+        if not prompt:
             raise ValueError("prompt is an empty list, expected at least one row")
+        rows = ([prompt] if all(isinstance(t, int) for t in prompt)
+                else [torch.as_tensor(r).tolist() for r in prompt])
         if attention_mask is not None and len({len(r) for r in rows}) > 1:
-            raise ValueError("prompt is a list of rows of different lengths, which makes its own attention_mask: drop yours")
+            raise ValueError("prompt is a list of rows of different lengths, which makes its own "
+                             "attention_mask: drop yours")
         prompt, own_mask = pad_left(rows, denoiser.pad_id)
         attention_mask = own_mask if attention_mask is None else attention_mask
-    if not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32) or prompt.ndim not in (1, 2):
-        got = f"{prompt.dtype} of shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor) else type(prompt).__name__
+    if (not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32)
+            or prompt.ndim not in (1, 2)):
+        got = (f"{prompt.dtype} of shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor)
+               else type(prompt).__name__)
         raise ValueError(f"prompt is {got}, expected integer ids of shape (B, P)")
     prompt = prompt.to(denoiser.device).long().view(-1, prompt.shape[-1])
     B, P = prompt.shape
     if B == 0:
         raise ValueError(f"prompt has shape {(B, P)}: an empty batch")
-    if gen_length < 0 or P + gen_length == 0:
-        raise ValueError(f"gen_length is {gen_length} and the prompt has {P} tokens: there is nothing to decode")
+    if not isinstance(gen_length, int) or gen_length < 0 or P + gen_length == 0:
+        raise ValueError(f"gen_length is {gen_length!r}, expected a whole number; with the "
+                         f"prompt's {P} tokens there must be something to decode")
     visible = torch.ones_like(prompt, dtype=torch.bool)
     if attention_mask is not None:
         attention_mask = torch.as_tensor(attention_mask)
         if attention_mask.shape != prompt.shape and attention_mask.shape != prompt.shape[-1:]:
-            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, the prompt {(B, P)}")
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, "
+                             f"the prompt {(B, P)}")
         visible = attention_mask.to(prompt.device).bool().view(-1, P).expand(B, P)
         if (visible[:, :-1] & ~visible[:, 1:]).any():
             raise ValueError("attention_mask must be left padding: zeros, then ones, in every row")
         if gen_length == 0 and not visible.any(1).all():
-            raise ValueError(f"attention_mask leaves nothing of row {int((~visible.any(1)).nonzero()[0])}")
+            raise ValueError("attention_mask leaves nothing of row "
+                             f"{int((~visible.any(1)).nonzero()[0])}")
     _check_ids(denoiser, prompt, visible)
     x = torch.cat([prompt, prompt.new_full((B, gen_length), denoiser.mask_id)], dim=1)
     limit = getattr(getattr(denoiser.model, "config", None), "max_position_embeddings", None)
     if limit is not None and x.shape[1] > limit:
-        raise ValueError(f"prompt + gen_length is {P} + {gen_length} = {x.shape[1]} tokens, the model takes {limit}")
+        raise ValueError(f"prompt + gen_length is {P} + {gen_length} = {x.shape[1]} tokens, "
+                         f"the model takes {limit}")
     return x, F.pad(visible, (0, gen_length), value=True), P
 
 
 def _check_ids(denoiser, prompt, visible):
-    embedding = denoiser.model.get_input_embeddings() if hasattr(denoiser.model, "get_input_embeddings") else None
+    embedding = (denoiser.model.get_input_embeddings()
+                 if hasattr(denoiser.model, "get_input_embeddings") else None)
     V = None if embedding is None else embedding.weight.shape[0]
     bad = visible & ((prompt < 0) | (prompt >= V if V is not None else False))
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        raise ValueError(f"prompt[{row}, {column}] is {prompt[row, column]}, outside the vocabulary of {V or 'any'} ids")
+        raise ValueError(f"prompt[{row}, {column}] is {prompt[row, column]}, outside the "
+                         f"vocabulary of {V or 'any'} ids")
 
 
-def check_knobs(denoiser, B, *, block_length, temperature, remasking, tempered_confidence, cfg_scale, generator,
-                suppress_eos, postpone_eos, early_stop):
+def check_knobs(denoiser, B, *, block_length, temperature, remasking, tempered_confidence,
+                cfg_scale, generator, suppress_eos, postpone_eos, early_stop):
     """The ValueErrors that samplers share."""
     if not isinstance(block_length, int) or block_length < 1:
         raise ValueError(f"block_length is {block_length!r}, expected a whole number from 1")
@@ -606,25 +767,27 @@ def check_knobs(denoiser, B, *, block_length, temperature, remasking, tempered_c
     if remasking not in REMASKING:
         raise ValueError(f"remasking is {remasking!r}, expected one of {REMASKING}")
     if tempered_confidence and (temperature == 0 or remasking == "random"):
-        raise ValueError("tempered_confidence changes nothing at temperature 0 or with remasking='random'")
+        raise ValueError("tempered_confidence changes nothing at temperature 0 or with "
+                         "remasking='random'")
     if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
         raise ValueError(f"cfg_scale is {cfg_scale}, expected a finite number from 0")
     if isinstance(generator, (list, tuple)) and len(generator) != B:
         raise ValueError(f"generator is a list of {len(generator)}, the batch has {B} rows")
-    if generator is not None and temperature == 0 and remasking != "random":
-        pass        # a seed given out of habit does no harm: nothing is drawn
     if (suppress_eos or postpone_eos or early_stop) and not denoiser.eos_ids:
         raise ValueError("suppress_eos, postpone_eos and early_stop need a denoiser with eos_ids")
     if suppress_eos and len(denoiser.eos_ids) == 1 and (postpone_eos or early_stop):
-        raise ValueError("with suppress_eos no eos is ever emitted: postpone_eos and early_stop would do nothing")
+        raise ValueError("with suppress_eos no eos is ever emitted: "
+                         "postpone_eos and early_stop would do nothing")
 
 
 class Recorder:
-    """Follows a decode: counts its work, remembers commits, feeds callback, history and streamer."""
+    """Follows a decode: counts its work, remembers commits, feeds callback,
+    history and streamer."""
 
     def __init__(self, x, visible, P, callback=None, history=False, streamer=None):
         zeros = torch.zeros(len(x), dtype=torch.long, device=x.device)
-        self.work, self.P, self.callback, self.streamer = Work(zeros, zeros.clone()), P, callback, streamer
+        self.work, self.P, self.callback, self.streamer = (Work(zeros, zeros.clone()), P, callback,
+                                                           streamer)
         self.history = [x.clone()] if history else None
         self.commit_step = torch.zeros_like(x)
         self.commit_confidence = torch.ones(x.shape, device=x.device)
@@ -638,8 +801,8 @@ class Recorder:
         if self.history is not None:
             self.history.append(x.clone())
         if self.callback is not None:
-            self.callback({"x": x, "committed": committed, "confidence": confidence, "nfe": self.work.nfe,
-                           "calls": self.work.calls, "prompt_length": self.P})
+            self.callback({"x": x, "committed": committed, "confidence": confidence,
+                           "nfe": self.work.nfe, "calls": self.work.calls, "prompt_length": self.P})
         if hasattr(self.streamer, "put_draft"):
             self.streamer.put_draft(x[:, self.P:].cpu())
 
@@ -650,8 +813,8 @@ class Recorder:
             self.streamer.end()
         tokens = before_eos(x[:, self.P:], denoiser.eos_ids).sum(1)
         return DecodeOutput(x, self.P, self.work.nfe, self.work.positions, self.work.calls,
-                            tokens / self.work.nfe.clamp(min=1), self.commit_step, self.commit_confidence,
-                            history=self.history)
+                            tokens / self.work.nfe.clamp(min=1), self.commit_step,
+                            self.commit_confidence, history=self.history)
 
 
 def before_eos(x, eos_ids):
@@ -664,44 +827,56 @@ def before_eos(x, eos_ids):
 # 6. The LLaDA sampler.
 
 @torch.no_grad()
-def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=None, attention_mask=None,
-                 temperature=0.0, remasking="low_confidence", tempered_confidence=False, cfg_scale=0.0,
-                 suppress_eos=False, postpone_eos=False, early_stop=False, logits_processor=None, generator=None,
-                 callback=None, history=False, streamer=None):
-    """Fill the canvas block by block, a fixed quota of the surest tokens per forward (LLaDA [1], `generate`).
+def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=None,
+                 attention_mask=None, temperature=0.0, remasking="low_confidence",
+                 tempered_confidence=False, cfg_scale=0.0, suppress_eos=False, postpone_eos=False,
+                 early_stop=False, logits_processor=None, generator=None, callback=None,
+                 history=False, streamer=None):
+    """Fill the canvas block by block, a fixed quota of the surest tokens per forward
+    (LLaDA [1], `generate`).
 
     Args:
-        prompt, attention_mask: (B, P) ids and 0/1 left padding, or a list of rows; see start_canvas.
+        prompt, attention_mask: (B, P) ids and 0/1 left padding, or a list of rows;
+            see start_canvas.
         gen_length: tokens to generate; 0 fills the holes (M) of the prompt only.
-        block_length: blocks are filled left to right (default: one block). Holes belong to the first.
+        block_length: blocks are filled left to right (default: one block).
+            Holes belong to the first.
         steps: forwards over all blocks (default: one token per forward).
         temperature: 0 takes the argmax, else Gumbel-max sampling.
-        remasking: which masks stay: those of low_confidence, small margin, high entropy, or random ones.
+        remasking: which masks stay: those of low_confidence, small margin,
+            high entropy, or random ones.
         tempered_confidence: see predict. cfg_scale: see Denoiser.__call__.
-        suppress_eos: eos_ids[0] is never emitted (logit -inf). postpone_eos: eos_ids are filled last in their
-            block (confidence -inf, after sampling).
+        suppress_eos: eos_ids[0] is never emitted (logit -inf). postpone_eos: eos_ids are filled
+            last in their block (confidence -inf, after sampling).
         early_stop: after a block with an eos the row is finished; the rest becomes eos_ids[0].
-        logits_processor: transformers' LogitsProcessor(List), called on ((N, L) canvases, (N, V) logits).
+        logits_processor: transformers' LogitsProcessor(List),
+            called on ((N, L) canvases, (N, V) logits).
         generator: a torch.Generator, or a list with one per row.
-        callback: called after every forward with a dict: x, committed, confidence, nfe, calls, prompt_length.
-        streamer: an object with `put`, `end` and perhaps `put_draft` (transformers' TextDiffusionStreamer).
-    Returns a DecodeOutput; nfe <= steps (twice that with guidance). Differs from the public code: works on
-    unequal batches, a short last block, any number of steps, and never emits M or a padded vocabulary id.
+        callback: called after every forward with a dict: x, committed, confidence, nfe,
+            calls, prompt_length.
+        streamer: an object with `put`, `end` and perhaps `put_draft` (transformers'
+            TextDiffusionStreamer).
+    Returns a DecodeOutput; nfe <= steps (twice that with guidance). Differs from the
+    public code: works on unequal batches, a short last block, any number of steps,
+    and never emits M or a padded vocabulary id.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
     B, L = x.shape
-    check_knobs(denoiser, B, block_length=block_length if block_length is not None else 1, temperature=temperature,
-                remasking=remasking, tempered_confidence=tempered_confidence, cfg_scale=cfg_scale, generator=generator,
+    check_knobs(denoiser, B, block_length=block_length if block_length is not None else 1,
+                temperature=temperature, remasking=remasking,
+                tempered_confidence=tempered_confidence, cfg_scale=cfg_scale, generator=generator,
                 suppress_eos=suppress_eos, postpone_eos=postpone_eos, early_stop=early_stop)
     bounds = block_bounds(P, gen_length, block_length or max(gen_length, 1))
-    if steps is not None and steps < len(bounds):
-        raise ValueError(f"steps is {steps}, fewer than the {len(bounds)} blocks of {block_length} in {gen_length}")
+    if steps is not None and not (isinstance(steps, int) and steps >= len(bounds)):
+        raise ValueError(f"steps is {steps!r}, but there are {len(bounds)} blocks of "
+                         f"{block_length}: give each at least one")
     column = torch.arange(L, device=x.device)
     given = visible & (x != denoiser.mask_id)
     record = Recorder(x, visible, P, callback, history, streamer)
     for b, (_, end) in enumerate(bounds):
         masks = visible & (x == denoiser.mask_id) & (column < end)
-        block_steps = int(masks.sum(1).max()) if steps is None else steps // len(bounds) + (b < steps % len(bounds))
+        block_steps = (int(masks.sum(1).max()) if steps is None
+                       else steps // len(bounds) + (b < steps % len(bounds)))
         for quota in quota_schedule(masks.sum(1), max(block_steps, 1)).unbind(1):
             ask = visible & (x == denoiser.mask_id) & (column < end)
             if not ask.any():
@@ -712,11 +887,14 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
                 logits[:, denoiser.eos_ids[0]] = -torch.inf
             if logits_processor is not None:
                 logits = logits_processor(x[rows], logits)
-            x0, confidence = predict(logits, temperature=temperature, remasking=remasking, generator=generator,
-                                     tempered_confidence=tempered_confidence, rows=rows)
+            x0, confidence = predict(logits, temperature=temperature, remasking=remasking,
+                                     generator=generator, tempered_confidence=tempered_confidence,
+                                     rows=rows)
             if postpone_eos:
-                confidence[torch.isin(x0, torch.tensor(denoiser.eos_ids, device=x.device))] = -torch.inf
-            score = torch.zeros(B, L, device=x.device, dtype=confidence.dtype).masked_scatter(ask, confidence)
+                confidence[torch.isin(x0, torch.tensor(denoiser.eos_ids,
+                                                       device=x.device))] = -torch.inf
+            score = torch.zeros(B, L, device=x.device, dtype=confidence.dtype).masked_scatter(
+                ask, confidence)
             commit = top_k(score, ask, quota)
             x = torch.where(commit, x.masked_scatter(ask, x0), x)
             record.step(x, commit, score)
@@ -740,27 +918,31 @@ def stop_at_eos(denoiser, x, P, end):
 def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, generator=None):
     """The training loss of a masked-diffusion model: cross-entropy of masked answer tokens.
 
-    Each row draws a masking probability t, stratified over the batch (antithetic [3]); each answer token is
-    masked with probability t. `weighted`: every row's sum over its masked tokens is divided by t and by its
-    answer length, which makes the mean a bound on -log p per token ([1] eq. 5 for answers, [3]); otherwise the
-    plain mean over masked tokens, which learns faster in small models and is no bound.
+    Each row draws a masking probability t, stratified over the batch (antithetic [3]); each answer
+    token is masked with probability t. `weighted`: every row's sum over its masked tokens is
+    divided by t and by its answer length, which makes the mean a bound on -log p per token ([1]
+    eq. 5 for answers, [3]); otherwise the plain mean over masked tokens, which learns faster in
+    small models and is no bound.
 
     Args:
         model: a transformers causal LM with the `dlm_spec` attention (compiled or not).
-        x: (B, L) ids. answer: (B, L) bool, the tokens to learn. attention_mask: (B, L), 0 on padding.
+        x: (B, L) ids. answer: (B, L) bool, the tokens to learn.
+        attention_mask: (B, L), 0 on padding.
     Returns a scalar, in nats.
     """
     B, L = x.shape
     if answer.shape != x.shape or not answer.any(1).all():
-        raise ValueError(f"answer has shape {tuple(answer.shape)} and x {(B, L)}; every row needs an answer token")
+        raise ValueError(f"answer has shape {tuple(answer.shape)} and x {(B, L)}; "
+                         "every row needs an answer token")
     t = (torch.rand((), generator=generator) + torch.arange(B) / B) % 1
     t = t.clamp(min=1e-3).to(x.device)
     masked = answer & (torch.rand(B, L, generator=generator).to(x.device) < t[:, None])
-    first = int(answer.any(0).int().argmax())             # the head runs from the first answer column on
+    first = int(answer.any(0).int().argmax())  # the head runs from the first answer column on
     columns = None if attention_mask is None else attention_mask.bool()[:, None, None]
-    logits = model(input_ids=x.masked_fill(masked, mask_id), attention_mask=columns, use_cache=False,
-                   logits_to_keep=L - first).logits
-    ce = F.cross_entropy(rearrange(logits.float(), "b l v -> b v l"), x[:, first:], reduction="none")
+    logits = model(input_ids=x.masked_fill(masked, mask_id), attention_mask=columns,
+                   use_cache=False, logits_to_keep=L - first).logits
+    ce = F.cross_entropy(rearrange(logits.float(), "b l v -> b v l"), x[:, first:],
+                         reduction="none")
     ce = ce * masked[:, first:]
     if weighted:
         return (ce.sum(1) / t / answer.sum(1)).mean()
@@ -768,46 +950,48 @@ def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, 
 
 
 @torch.no_grad()
-def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=128, batch_size=32, cfg_scale=0.0,
-                   generator=None):
-    """Monte-Carlo lower bound of log p(answer | prompt) in nats, (B,) (LLaDA [1], Appendix B, eq. 6).
+def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=128, batch_size=32,
+                   cfg_scale=0.0, generator=None):
+    """Monte-Carlo lower bound of log p(answer | prompt) in nats, (B,) (LLaDA [1],
+    Appendix B, eq. 6).
 
     Each sample masks l of the n answer tokens, l stratified over 1..n, and adds n / l times their
     log-probabilities, which has far less variance than masking each with probability t.
 
     Args:
-        prompt, attention_mask: as in samplers. answer: (B, n) ids, or a list of id lists (then one row at a time).
+        prompt, attention_mask: as in samplers. answer: (B, n) ids,
+            or a list of id lists (then one row at a time).
     """
     if n_samples < 1 or batch_size < 1:
-        raise ValueError(f"n_samples is {n_samples} and batch_size {batch_size}, expected at least 1")
+        raise ValueError(f"n_samples is {n_samples} and batch_size {batch_size}, "
+                         "expected at least 1")
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, 0)
     if (visible & (x == denoiser.mask_id)).any():
         raise ValueError("the prompt holds mask tokens: a likelihood needs a complete prompt")
     answer = [torch.as_tensor(a, device=x.device).long().view(-1) for a in answer]
     if len(answer) != len(x) or min(map(len, answer)) == 0:
         raise ValueError(f"{len(x)} prompts but {len(answer)} answers, or an answer is empty")
+    where = x.device if generator is None else generator.device
     total = []
     for row, a in enumerate(answer):
         n = len(a)
         _check_ids(denoiser, a[None], torch.ones_like(a[None], dtype=torch.bool))
-        full = torch.cat([x[row], a])
-        shown = F.pad(visible[row], (0, n), value=True)
-        offset = draw((1,), generator, None, dtype=torch.float64, device="cpu") * n if generator is None or isinstance(
-            generator, torch.Generator) and generator.device.type == "cpu" else torch.rand(
-            1, generator=generator, device=x.device, dtype=torch.float64).cpu() * n
-        counts = ((offset + torch.arange(n_samples) * n / n_samples) % n).long() + 1        # (n_samples,) in 1..n
-        sums = []
-        for l in counts.to(x.device).split(batch_size):
-            order = torch.rand(len(l), n, generator=generator, device=getattr(generator, "device", x.device)).to(
-                x.device).argsort(1).argsort(1)
-            masked = F.pad(order < l[:, None], (P, 0), value=False)
-            canvas = full.masked_fill(masked, denoiser.mask_id)
-            logits = denoiser(canvas, masked, shown.expand_as(masked), cfg_scale=cfg_scale,
-                              given=(shown & (torch.arange(P + n, device=x.device) < P)).expand_as(masked))
-            logp = -F.cross_entropy(logits.float(), full.expand_as(masked)[masked], reduction="none")
-            per_sample = torch.zeros(masked.shape, device=x.device).masked_scatter(masked, logp).sum(1)
-            sums.append(per_sample * n / l)
-        total.append(torch.cat(sums).mean())
+        full, shown = torch.cat([x[row], a]), F.pad(visible[row], (0, n), value=True)
+        offset = torch.rand((), generator=generator, device=where, dtype=torch.float64)
+        # in 1..n
+        counts = ((offset + torch.arange(n_samples, device=where) / n_samples) % 1 * n).long() + 1
+        estimates = []
+        for l in counts.split(batch_size):
+            rank = torch.rand(len(l), n, generator=generator, device=where).argsort(1).argsort(1)
+            masked = F.pad(rank < l[:, None], (P, 0), value=False).to(x.device)
+            logits = denoiser(full.masked_fill(masked, denoiser.mask_id), masked,
+                              shown.expand_as(masked), cfg_scale=cfg_scale,
+                              given=F.pad(visible[row], (0, n), value=False).expand_as(masked))
+            logp = -F.cross_entropy(logits.float(), full.expand_as(masked)[masked],
+                                    reduction="none")
+            per_sample = logp.new_zeros(masked.shape).masked_scatter(masked, logp).sum(1)
+            estimates.append(per_sample * n / l.to(x.device))
+        total.append(torch.cat(estimates).mean())
     return torch.stack(total)
 
 
@@ -815,52 +999,62 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
 # 8. Command line.
 
 EXAMPLES = (
-    "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice as many. "
-    "How many shells are left?",
+    "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "
+    "as many. How many shells are left?",
     "Ann is taller than Leo. Leo is taller than Kim. Kim is taller than Max. Who is the tallest?\n"
     "A) Kim\nB) Max\nC) Ann\nD) Leo\nGive a reason, then the letter.",
-    "Write a function solve(nums) that takes the numbers in nums greater than 4, multiplies by 3 each and returns "
-    "their sum.",
+    "Write a function solve(nums) that takes the numbers in nums greater than 4, multiplies by 3 "
+    "each and returns their sum.",
 )
 SAMPLERS = {"llada": sample_llada}
 
 
 class LiveCanvas:
-    """A callback that shows the canvas filling: redrawn in place on a terminal, else a line per forward."""
+    """A callback that shows the canvas filling: redrawn in place on a terminal,
+    else a line per forward."""
 
     def __init__(self, denoiser, out=sys.stdout):
-        self.denoiser, self.out, self.height = denoiser, out, 0
+        self.denoiser, self.out, self.height, self.last = denoiser, out, 0, ""
         self.tty = out.isatty()
 
     def text(self, ids):
-        """The canvas as text, masks as a light box, cut at the first eos that has no mask before it."""
-        pieces, tok = [], self.denoiser.tokenizer
-        for i, t in enumerate(ids):
-            if t in self.denoiser.eos_ids and self.denoiser.mask_id not in ids[:i]:
-                break
-            pieces.append("░" if t == self.denoiser.mask_id else "·" if t in self.denoiser.eos_ids else tok.decode([t]))
-        return "".join(p if p.startswith(("\n", " ")) else " " + p for p in pieces)
+        """The canvas as text: ░ a mask, · an eos; what trails behind a complete text is cut."""
+        d = self.denoiser
+        end = next((i for i, t in enumerate(ids) if t in d.eos_ids), len(ids))
+        ids = ids if d.mask_id in ids[:end] else ids[:end]
+        kinds = ["░" if t == d.mask_id else "·" if t in d.eos_ids else "" for t in ids]
+        runs = [(sign, [t for _, t in group])
+                for sign, group in itertools.groupby(zip(kinds, ids), lambda z: z[0])]
+        return " ".join(sign * len(run) if sign else d.tokenizer.decode(run) for sign, run in runs)
 
     def __call__(self, step):
         """Show one step of a batch of one."""
         text = self.text(step["x"][0, step["prompt_length"]:].tolist())
         nfe = int(step["nfe"][0])
         if not self.tty:
-            print(f"{nfe:4d} |{' / '.join(text.splitlines())}", file=self.out, flush=True)
+            if text != self.last:
+                print(f"{nfe:4d} | {' / '.join(text.splitlines())}", file=self.out, flush=True)
+            self.last = text
             return
-        lines = [piece for line in text.splitlines() or [""] for piece in textwrap.wrap(line, 96, drop_whitespace=False) or [""]]
+        lines = [piece for line in text.splitlines() or [""]
+                 for piece in textwrap.wrap(line, 96, drop_whitespace=False) or [""]]
         up = f"\033[{self.height}A\r" if self.height else ""
-        print(f"{up}\033[J\033[33m" + "\n".join(lines) + f"\033[0m\n[forward {nfe}]", file=self.out, flush=True)
+        print(f"{up}\033[J\033[33m" + "\n".join(lines) + f"\033[0m\n[forward {nfe}]", file=self.out,
+              flush=True)
         self.height = len(lines) + 1
 
 
 def main(argv=None):
     """`python dlm_spec.py [problem] [options]`."""
-    cli = argparse.ArgumentParser(prog="dlm_spec.py", description="Decode with a masked-diffusion language model.")
-    cli.add_argument("problem", nargs="*", help="what to solve (default: a built-in problem of each family)")
+    cli = argparse.ArgumentParser(prog="dlm_spec.py",
+                                  description="Decode with a masked-diffusion language model.")
+    cli.add_argument("problem", nargs="?",
+                     help="what to solve (default: a built-in problem of each family)")
     cli.add_argument("--sampler", choices=sorted(SAMPLERS), default="llada")
-    cli.add_argument("--model", help="folder or hub id of LLaDA's, Dream's or a stock layout (default: the embedded model)")
-    cli.add_argument("--mask-id", type=int, help="the mask token's id, where the checkpoint does not name it")
+    cli.add_argument("--model", help="folder or hub id of LLaDA's, Dream's or a stock layout "
+                                     "(default: the embedded model)")
+    cli.add_argument("--mask-id", type=int,
+                     help="the mask token's id, where the checkpoint does not name it")
     cli.add_argument("--device", help="default: cuda when there is one, else cpu")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     cli.add_argument("--gen-length", type=int, default=64)
@@ -869,15 +1063,17 @@ def main(argv=None):
     cli.add_argument("--temperature", type=float, default=0.0)
     cli.add_argument("--remasking", choices=REMASKING, default="low_confidence")
     cli.add_argument("--cfg-scale", type=float, default=0.0)
-    cli.add_argument("--postpone-eos", action="store_true", help="fill end-of-text tokens last in their block")
-    cli.add_argument("--early-stop", action="store_true", help="stop after a block with an end of text")
+    cli.add_argument("--postpone-eos", action="store_true",
+                     help="fill end-of-text tokens last in their block")
+    cli.add_argument("--early-stop", action="store_true",
+                     help="stop after a block with an end of text")
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--quiet", action="store_true", help="no canvas, the answer only")
     args = cli.parse_args(argv)
     try:
         denoiser = load_denoiser(args.model, device=args.device, mask_id=args.mask_id,
                                  dtype=getattr(torch, args.dtype) if args.dtype else None)
-        for problem in args.problem or EXAMPLES:
+        for problem in [args.problem] if args.problem is not None else EXAMPLES:
             _solve(denoiser, problem, args)
     except ValueError as e:
         cli.exit(2, f"dlm_spec.py: {e}\n")
@@ -890,13 +1086,16 @@ def _solve(denoiser, problem, args):
     ids, mask = denoiser.encode(problem)
     start = time.perf_counter()
     out = SAMPLERS[args.sampler](
-        denoiser, ids, attention_mask=mask, gen_length=args.gen_length, block_length=args.block_length, steps=args.steps,
-        temperature=args.temperature, remasking=args.remasking, cfg_scale=args.cfg_scale, postpone_eos=args.postpone_eos,
-        early_stop=args.early_stop, generator=torch.Generator(denoiser.device).manual_seed(args.seed),
+        denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
+        block_length=args.block_length, steps=args.steps, temperature=args.temperature,
+        remasking=args.remasking, cfg_scale=args.cfg_scale, postpone_eos=args.postpone_eos,
+        early_stop=args.early_stop,
+        generator=torch.Generator(denoiser.device).manual_seed(args.seed),
         callback=None if args.quiet else LiveCanvas(denoiser))
     seconds = time.perf_counter() - start
     print(f"-> {denoiser.decode(out.generated)[0]}")
-    print(f"   {int(out.nfe[0])} forwards, {seconds:.2f} s, {float(out.tokens_per_forward[0]):.2f} tokens per forward")
+    print(f"   {int(out.nfe[0])} forwards, {seconds:.2f} s, "
+          f"{float(out.tokens_per_forward[0]):.2f} tokens per forward")
 
 
 if __name__ == "__main__":

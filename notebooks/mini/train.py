@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Train the embedded model: a masked-diffusion Llama on the three families of tasks.py.
 
-    python notebooks/mini/train.py --minutes 110        # from scratch, or on from the last checkpoint
+    python notebooks/mini/train.py --minutes 110    # from scratch, or on from the last checkpoint
 
-Writes run/last.pt-like state every few minutes (atomically), and at the end the model folder
-(config.json, model.safetensors in bf16, tokenizer.json) that `load_denoiser()` opens.
+Every few minutes it writes, atomically, the state of the run (run/last.pt; the log is
+run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json, model.safetensors in
+bf16, tokenizer.json), with the running average of the weights.
 """
 import argparse
 import json
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
@@ -24,11 +25,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-import tasks  # noqa: E402
-from dlm_spec import mdlm_loss  # noqa: E402
+import tasks
+
+from dlm_spec import mdlm_loss
 
 # A word, a number, a line break with its indentation, or one sign; white space else falls away.
-PIECES = Regex(r'"[^"\n]*"|\n *|default=0|[A-Za-z_]+|\d+|####|->|==|\+=|-=|\*=|\.[a-z]+|\[::-1\]|[^\sA-Za-z\d_]')
+PIECES = Regex(r'"[^"\n]*"|\n *|default=0|[A-Za-z_]+|\d+|####|->|==|\+=|-=|\*=|\.[a-z]+|\[::-1\]|'
+               r'[^\sA-Za-z\d_]')
 SPECIAL = ("<|pad|>", "<|eos|>", "<|mask|>", "<|unk|>", "<|user|>", "<|assistant|>")
 TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
             "{% if m['role'] == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
@@ -41,7 +44,8 @@ def build_tokenizer():
     words = {str(n) for n in range(100)}
     for family in tasks.FAMILIES:
         for p in tasks.problems(family, "train", 20_000, seed=1):
-            words.update(w for text in (p.prompt, p.answer) for w, _ in pieces.pre_tokenize_str(text))
+            words.update(w for text in (p.prompt, p.answer)
+                         for w, _ in pieces.pre_tokenize_str(text))
     vocab = {w: i for i, w in enumerate(SPECIAL + tuple(sorted(words)))}
     tok = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
     tok.add_special_tokens([AddedToken(s, normalized=False) for s in SPECIAL])
@@ -50,12 +54,15 @@ def build_tokenizer():
     tok.decoder = decoders.Sequence([
         decoders.WordPiece(prefix="\0", cleanup=False), decoders.Fuse(),
         decoders.Replace(" \n", "\n"), decoders.Replace("\n ", "\n"),
-        decoders.Replace(Regex(r" (?=[.,;?:)\]])"), ""), decoders.Replace(Regex(r"(?<=[(\[]) "), ""),
-        decoders.Replace(Regex(r"(?<=[a-z])(?<!return) (?=\()"), ""), decoders.Replace(Regex(r" (?=\[(:|\d+ ?:))"), ""),
+        decoders.Replace(Regex(r" (?=[.,;?:)\]])"), ""),
+        decoders.Replace(Regex(r"(?<=[(\[]) "), ""),
+        decoders.Replace(Regex(r"(?<=[a-z])(?<!return) (?=\()"), ""),
+        decoders.Replace(Regex(r" (?=\[(:|\d+ ?:))"), ""),
         decoders.Replace(Regex(r"(?<=:) (?=\d+\])"), "")])
     return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<|pad|>", eos_token="<|eos|>",
-                                   mask_token="<|mask|>", unk_token="<|unk|>", chat_template=TEMPLATE,
-                                   padding_side="left", clean_up_tokenization_spaces=False)
+                                   mask_token="<|mask|>", unk_token="<|unk|>",
+                                   chat_template=TEMPLATE, padding_side="left",
+                                   clean_up_tokenization_spaces=False)
 
 
 def batches(tokenizer, size, seed, mix, skip=0):
@@ -64,17 +71,17 @@ def batches(tokenizer, size, seed, mix, skip=0):
     Problems come in pools that are sorted by prompt length, so that little is padded: prompts on
     the left, and answers by EOS up to a canvas length drawn per batch (decoding must work on all).
     """
-    pool_size, pool_number = 32 * size, 0
-    weights = [mix[f] for f in tasks.FAMILIES]
+    pool_number, weights = 0, [mix[f] for f in tasks.FAMILIES]
+    counts = [round(32 * size * w / sum(weights)) for w in weights]
+    per_pool = sum(counts) // size
     while True:
         rng = random.Random(f"{seed}/{pool_number}")
         pool_number += 1
-        if skip >= 32:
-            skip -= 32
+        if skip >= per_pool:        # resumed: these batches were seen
+            skip -= per_pool
             continue
         probs = []
-        for family, w in zip(tasks.FAMILIES, weights):
-            n = round(pool_size * w / sum(weights))
+        for family, n in zip(tasks.FAMILIES, counts):
             probs += tasks.problems(family, "train", n, seed=f"{seed}/{pool_number}")
         user, assistant, eos, pad = (tokenizer.convert_tokens_to_ids(s)
                                      for s in ("<|user|>", "<|assistant|>", "<|eos|>", "<|pad|>"))
@@ -87,8 +94,10 @@ def batches(tokenizer, size, seed, mix, skip=0):
         rng.shuffle(chunks)
         for chunk in chunks[skip:]:
             P, G = max(len(p) for p, _ in chunk), max(len(a) for _, a in chunk)
-            G = G + rng.choice((0, 2, 4, 8)) if rng.random() < .6 else max(G, rng.choice((48, 64, 64, 96)))
-            x = torch.tensor([[pad] * (P - len(p)) + p + a + [eos] * (G - len(a)) for p, a in chunk])
+            G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .75
+                 else max(G, rng.choice((48, 64, 64))))
+            x = torch.tensor([[pad] * (P - len(p)) + p + a + [eos] * (G - len(a))
+                              for p, a in chunk])
             real = torch.tensor([[0] * (P - len(p)) + [1] * (len(p) + G) for p, _ in chunk])
             yield x, (torch.arange(P + G) >= P).expand(x.shape), real
         skip = 0
@@ -107,30 +116,39 @@ def save_atomically(write, path):
 def save_model(model, weights, tokenizer, folder):
     """The folder `load_denoiser` opens; weights in bf16, the tied head left out."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items() if k != "lm_head.weight"}
+    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()
+               if k != "lm_head.weight"}
     model.config.dtype = "bfloat16"
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_atomically(lambda tmp: save_file(tensors, tmp, {"format": "pt"}), folder / "model.safetensors")
+    save_atomically(lambda tmp: save_file(tensors, tmp, {"format": "pt"}),
+                    folder / "model.safetensors")
 
 
 def optimizers(model, lr):
-    """Muon for the matrices of the layers (at 4 x lr), AdamW for the embedding and the norms."""
+    """Muon for the matrices of the layers (at 2 x lr), AdamW for the embedding and the norms.
+
+    The weight decay matters: without it Muon lets the weights grow until attention saturates, and
+    the model never learns to copy numbers out of the problem.
+    """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
-    return [torch.optim.Muon(matrices, lr=4 * lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+    return [torch.optim.Muon(matrices, lr=2 * lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=lr, weight_decay=0.0, betas=(0.9, 0.98))]
 
 
 def main():
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--minutes", type=float, default=110, help="training time in all, resumed runs included")
+    cli = argparse.ArgumentParser(description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--minutes", type=float, default=110,
+                     help="training time in all, resumed runs included")
     cli.add_argument("--batch", type=int, default=128)
     cli.add_argument("--lr", type=float, default=3e-3)
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--hidden", type=int, default=192)
     cli.add_argument("--layers", type=int, default=6)
-    cli.add_argument("--mix", default="math=1,choice=.6,code=1", help="share of each family among the problems")
+    cli.add_argument("--mix", default="math=1,choice=.6,code=1",
+                     help="share of each family among the problems")
     cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
     cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
     cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
@@ -138,11 +156,13 @@ def main():
 
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden, num_hidden_layers=args.layers,
-                         num_attention_heads=args.hidden // 48, num_key_value_heads=args.hidden // 48,
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden,
+                         num_hidden_layers=args.layers, num_attention_heads=args.hidden // 48,
+                         num_key_value_heads=args.hidden // 48,
                          intermediate_size=args.hidden * 8 // 3, max_position_embeddings=4096,
                          tie_word_embeddings=True, mask_token_id=tokenizer.mask_token_id,
-                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+                         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+                         bos_token_id=None)
     model = LlamaForCausalLM(config)
     model.set_attn_implementation("dlm_spec")
     average = {k: v.clone() for k, v in model.state_dict().items()}
@@ -161,7 +181,8 @@ def main():
 
     def save():
         save_atomically(lambda tmp: torch.save(dict(
-            model=model.state_dict(), average=average, step=step, spent=spent, generator=generator.get_state(),
+            model=model.state_dict(), average=average, step=step, spent=spent,
+            generator=generator.get_state(),
             opts=[opt.state_dict() for opt in opts]), tmp), state_file)
         save_model(model, average, tokenizer, args.out)
 
@@ -173,13 +194,14 @@ def main():
     with open(args.run / "log.jsonl", "a") as log, sdpa_kernel(SDPBackend.MATH):
         for x, answer, real in batches(tokenizer, args.batch, args.seed, mix, skip=step):
             done = min(spent / total, 1.0)
-            lr = args.lr * min(1, (step + 1) / 200) * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
-            for opt, factor in zip(opts, (4, 1)):
+            lr = (args.lr * min(1, (step + 1) / 200)
+                  * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2))
+            for opt, factor in zip(opts, (2, 1)):
                 for group in opt.param_groups:
                     group["lr"] = lr * factor
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = mdlm_loss(fast, x, answer, mask_id=tokenizer.mask_token_id, attention_mask=real,
-                                 weighted=False, generator=generator)
+                loss = mdlm_loss(fast, x, answer, mask_id=tokenizer.mask_token_id,
+                                 attention_mask=real, weighted=False, generator=generator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for opt in opts:
@@ -196,7 +218,8 @@ def main():
             losses.append(loss.item())
             if step % 50 == 0:
                 mean, losses = sum(losses) / len(losses), []
-                log.write(json.dumps({"step": step, "seconds": round(spent, 1), "loss": round(mean, 5), "lr": lr}) + "\n")
+                log.write(json.dumps({"step": step, "seconds": round(spent, 1),
+                                      "loss": round(mean, 5), "lr": lr}) + "\n")
                 log.flush()
                 bar.set_postfix(step=step, loss=f"{mean:.4f}")
             if spent - saved > args.save_every * 60 or spent >= total:

@@ -1,0 +1,180 @@
+"""The three families: splits, graders, the sandbox, and the tokenizer that covers them."""
+import ast
+import json
+import re
+
+import pytest
+import tasks
+import train
+
+SANE = [(f, s) for f in tasks.FAMILIES for s in tasks.SPLITS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train.build_tokenizer()
+
+
+@pytest.mark.parametrize("family, split", SANE)
+def test_every_reference_answer_is_graded_right(family, split):
+    """All answer forms: 150 problems draw every one of them many times."""
+    problems = tasks.problems(family, split, 150, seed=5)
+    assert all(tasks.grade_all(problems, [p.answer for p in problems]))
+    assert len({p.prompt for p in problems}) == 150
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_another_problem_s_answer_is_graded_wrong(family):
+    problems = tasks.problems(family, "test", 60)
+    pairs = [(p, q) for p, q in zip(problems, problems[1:]) if p.gold != q.gold]
+    marks = tasks.grade_all([p for p, _ in pairs], [q.answer for _, q in pairs])
+    assert not any(marks) and len(marks) > 30
+    assert not any(tasks.grade_all(problems, [""] * 60))
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_splits_share_no_problem_whatever_the_seed(family):
+    """The key decides, and the key does not depend on wording, names or the order of options."""
+    keys = {s: {p.key for seed in range(3) for p in tasks.problems(family, s, 300, seed=seed)}
+            for s in tasks.SPLITS}
+    assert not keys["train"] & keys["test"] and not keys["train"] & keys["validation"]
+    assert not keys["validation"] & keys["test"]
+    assert all(tasks.split_of(k) == s for s, some in keys.items() for k in some)
+
+
+def test_equal_seeds_give_equal_problems():
+    assert tasks.problems("math", "test", 20) == tasks.problems("math", "test", 20)
+    assert tasks.problems("math", "test", 20) != tasks.problems("math", "test", 20, seed=1)
+
+
+def test_math_answers_work_out_their_steps():
+    """Whatever the form, a step's numbers are a true equation, and the last result is the answer."""
+    for p in tasks.problems("math", "test", 300):
+        work, gold = p.answer.split("####")
+        v = int(re.findall(r"\d+", p.prompt)[0])
+        for step in re.findall(r"[^;,.]+[;,.]", work):
+            op, = re.findall(r"[-+*/](?!>)", step)
+            numbers = [int(n) for n in re.findall(r"\d+", step)]
+            k = numbers[0] if "->" in step else numbers[2] if step.endswith(";") and re.match(
+                r"\s*\d+ =", step) else numbers[1]
+            v = {"+": v + k, "-": v - k, "*": v * k, "/": v // k}[op]
+            assert v in numbers and 0 < v < 100
+        assert v == int(gold) == int(p.gold)
+
+
+def test_choice_answers_name_the_right_option():
+    for p in tasks.problems("choice", "test", 300):
+        options = dict(re.findall(r"^([A-D])\) (.+)$", p.prompt, re.M))
+        assert len(set(options.values())) == 4 and p.gold in options
+        if p.answer.endswith(options[p.gold]):
+            assert p.answer.endswith(f"Answer: {p.gold}) {options[p.gold]}")
+
+
+def test_code_answers_are_python_of_several_forms():
+    bodies = [ast.parse(p.answer).body[0] for p in tasks.problems("code", "test", 200)]
+    kinds = {type(node).__name__ for body in bodies for node in ast.walk(body)}
+    assert {"If", "IfExp", "For", "ListComp", "AugAssign", "Call", "Slice"} <= kinds
+
+
+def test_several_answers_are_right_for_one_prompt():
+    """What makes parallel decoding hard: the same prompt has several equally right answers."""
+    p = tasks.problems("math", "test", 1)[0]
+    v, k, w = 12, 5, 17
+    forms = [f"{v} + {k} = {w}; #### {p.gold}", f"+ {k} -> {w}, #### {p.gold}"]
+    assert all(tasks.grade(p, form) for form in forms)
+
+
+@pytest.mark.parametrize("text, right", [
+    ("#### 7", True), ("7", False), ("#### 8", False), ("#### 8 #### 7", True), ("####7.", True), ("#### 77", False)])
+def test_the_math_grader_reads_the_last_marked_number(text, right):
+    assert tasks.grade(tasks.Problem("math", "", "", "7", ""), text) is right
+
+
+@pytest.mark.parametrize("text, right", [
+    ("Answer: B", True), ("Answer: A", False), ("B", False), ("it is so.\nAnswer: B) dog", True), ("Answer: BAD", False)])
+def test_the_choice_grader_reads_the_last_letter(text, right):
+    assert tasks.grade(tasks.Problem("choice", "", "", "B", ""), text) is right
+
+
+HOSTILE = {
+    "a loop that never ends": "def f(a):\n    while True:\n        pass",
+    "a fork": "import os\nos.fork()\ndef f(a):\n    return a",
+    "forks by the back door": "import posix, time\nfor _ in range(3):\n    posix.fork()\ntime.sleep(99)",
+    "a shell": "import os\nos.system('true')\ndef f(a):\n    return a",
+    "a large file": "open('x', 'w').write('x' * (1 << 22))\ndef f(a):\n    return a",
+    "much memory": "x = 'x' * (1 << 33)\ndef f(a):\n    return a",
+    "much output": "print('graded 0 True\\n' * 10000)\ndef f(a):\n    return 0",
+    "an exit": "import sys\nsys.exit(0)",
+    "no python": "def f(a: return",
+}
+
+
+@pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_program_is_wrong_and_harms_nobody(program, tmp_path, monkeypatch):
+    """It ends by its limits, leaves no file here, and the program after it is still graded right."""
+    monkeypatch.chdir(tmp_path)
+    p = tasks.Problem("code", "", "", "def check(candidate):\n    assert candidate(3) == 3\n", "", "f")
+    marks = tasks.grade_code([(p, program), (p, "def f(a):\n    return a")], timeout=1.0)
+    assert marks == [False, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("maths", "test", 1), "family is 'maths'"), (("math", "dev", 1), "split is 'dev'"), (("math", "test", -1), "n is -1")])
+def test_wrong_requests(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tasks.problems(*arguments)
+
+
+def test_wilson_intervals_hold_known_values():
+    assert tasks.wilson(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
+    assert tasks.wilson(0, 10)[0] == pytest.approx(0) and tasks.wilson(10, 10)[1] == pytest.approx(1)
+    with pytest.raises(ValueError, match="k is 3 and n is 2"):
+        tasks.wilson(3, 2)
+
+
+@pytest.mark.parametrize("family, split", SANE)
+def test_the_tokenizer_covers_and_restores_every_text(tokenizer, family, split):
+    """Word-level, yet decode(encode(text)) == text, Python's indentation included."""
+    for p in tasks.problems(family, split, 400, seed=7):
+        for text, most in ((p.prompt, tasks.MAX_PROMPT - 2), (p.answer, tasks.MAX_ANSWER - 1)):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text and len(ids) <= most
+
+
+def test_numbers_below_a_hundred_are_one_token(tokenizer):
+    assert all(len(tokenizer(str(n), add_special_tokens=False)["input_ids"]) == 1 for n in range(100))
+    assert tokenizer("100", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
+    mix = {"math": 1, "choice": 1, "code": 1}
+    x, answer, real = next(train.batches(tokenizer, 8, 0, mix))
+    assert x.shape == answer.shape == real.shape
+    assert (x[real == 0] == tokenizer.pad_token_id).all() and (x[real == 1] != tokenizer.pad_token_id).all()
+    for row, a in zip(x, answer):
+        ids = row[a].tolist()
+        end = ids.index(tokenizer.eos_token_id)
+        assert set(ids[end:]) == {tokenizer.eos_token_id}
+    assert not (answer & (real == 0)).any()
+
+
+def test_a_resumed_run_sees_the_batches_it_would_have_seen(tokenizer):
+    mix = {"math": 1, "choice": .5, "code": 1}
+    whole = train.batches(tokenizer, 4, 0, mix)
+    first = [next(whole)[0] for _ in range(70)]
+    for skip in (3, 40, 65):
+        assert (next(train.batches(tokenizer, 4, 0, mix, skip=skip))[0] == first[skip]).all()
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    """Disk full or a crash half way: the good file stays, no half file is left."""
+    path = tmp_path / "last.pt"
+    train.save_atomically(lambda p: p.write_text(json.dumps([1])), path)
+
+    def full(p):
+        p.write_text("[2, ")
+        raise OSError("no space left on device")
+    with pytest.raises(OSError):
+        train.save_atomically(full, path)
+    assert json.loads(path.read_text()) == [1] and list(tmp_path.iterdir()) == [path]
