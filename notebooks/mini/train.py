@@ -92,10 +92,12 @@ def batches(tokenizer, size, seed, mix, skip=0):
         rows.sort(key=lambda r: len(r[0]) // 8)
         chunks = [rows[i:i + size] for i in range(0, len(rows) - size + 1, size)]
         rng.shuffle(chunks)
-        for chunk in chunks[skip:]:
+        for i, chunk in enumerate(chunks):
             P, G = max(len(p) for p, _ in chunk), max(len(a) for _, a in chunk)
             G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .75
                  else max(G, rng.choice((48, 64, 64))))
+            if i < skip:
+                continue
             x = torch.tensor([[pad] * (P - len(p)) + p + a + [eos] * (G - len(a))
                               for p, a in chunk])
             real = torch.tensor([[0] * (P - len(p)) + [1] * (len(p) + G) for p, _ in chunk])
