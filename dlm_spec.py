@@ -19,6 +19,10 @@ Papers
     [3] MDLM   Sahoo et al. 2024, Simple and Effective Masked Diffusion LMs, arXiv 2406.07524
     [4]        Zheng et al. 2024, Masked Diffusion Models are Secretly Time-Agnostic...,
                arXiv 2409.02908
+    [5] Fast-dLLM  Wu et al. 2025, Training-free Acceleration of Diffusion LLM by Enabling KV Cache
+               and Parallel Decoding, arXiv 2505.22618; NVlabs/Fast-dLLM
+    [6] dKV-Cache  Ma et al. 2025, The Cache for Diffusion Language Models, arXiv 2505.15781;
+               horseee/dKV-Cache
 
 Glossary
     B, L, P, G, V     batch; canvas length L = P prompt + G generated; vocabulary size
@@ -36,6 +40,7 @@ Glossary
                       fewer heads
 """
 import argparse
+import inspect
 import itertools
 import math
 import os
@@ -105,28 +110,44 @@ AttentionInterface.register("dlm_spec", bidirectional_attention)
 
 
 class KVCache:
-    """Keys and values of a canvas, so that a forward can recompute a window of it
-    and read the rest.
+    """Keys and values of a canvas: a forward can recompute a window of it and read the rest.
 
-    Layout: `k[layer]`, `v[layer]` are (B, H_kv, L, d), after the rotary embedding
-    (never rotated again), heads unrepeated, on the layer's own device. A forward with
-    `positions=None` fills them; one with `positions` (B, n), the canvas columns of its n tokens,
-    row by row, writes those and attends to all L. Two entries of a row may name the same column if
-    they carry the same token.
+    Layout: `k[layer]`, `v[layer]` are (B, H_kv, L, d), after the rotary embedding (never rotated
+    again), heads unrepeated, on the layer's own device. Each forward says by `begin` which rows of
+    the batch and which canvas columns its tokens are; it stores those and attends to all L columns.
     """
 
     def __init__(self):
-        self.k, self.v, self.positions = {}, {}, None
+        self.k, self.v = {}, {}
+        self.begin(None)
+
+    def begin(self, B, rows=None, positions=None):
+        """The next forward. rows: (R,) of the B rows, None: all. positions: (R, n) canvas columns
+        of its tokens, None: all L; a row may name a column twice if both carry the same token.
+        """
+        self.B, self.rows, self.positions = B, rows, positions
 
     def attend(self, layer, q, k, v, mask, scaling):
         """The hook's view: store this layer's k, v, then attend to the whole canvas."""
+        return sdpa(q, self._store(self.k, layer, k), self._store(self.v, layer, v), mask, scaling)
+
+    def _store(self, canvas, layer, fresh):
+        """Put `fresh` (R, H_kv, n, d) in its place; the whole canvas of those R rows comes back."""
+        if self.rows is None and self.positions is None:
+            canvas[layer] = fresh
+            return fresh
+        if layer not in canvas:
+            canvas[layer] = fresh.new_zeros(self.B, *fresh.shape[1:])
+        rows = None if self.rows is None else self.rows.to(fresh.device)
+        whole = canvas[layer] if rows is None else canvas[layer][rows]
         if self.positions is None:
-            self.k[layer], self.v[layer] = k, v
+            whole = fresh
         else:
-            columns = self.positions.to(k.device)[:, None, :, None].expand_as(k)
-            self.k[layer].scatter_(2, columns, k)
-            self.v[layer].scatter_(2, columns, v)
-        return sdpa(q, self.k[layer], self.v[layer], mask, scaling)
+            columns = self.positions.to(fresh.device)[:, None, :, None].expand_as(fresh)
+            whole.scatter_(2, columns, fresh)
+        if rows is not None:
+            canvas[layer][rows] = whole
+        return whole
 
 
 # ---------------------------------------------------------------------------------------------
@@ -179,51 +200,56 @@ class Denoiser:
         return getattr(self.model, "device", torch.device("cpu"))
 
     def __call__(self, x, ask, attention_mask=None, *, cfg_scale=0.0, given=None, work=None,
-                 kv=None, positions=None):
+                 kv=None, window=None):
         """Logits of the asked positions. Rows that ask for nothing are not forwarded.
 
         Args:
             x: (B, L) canvas. attention_mask: (B, L) bool, False on padding; None: no padding.
             ask: (B, L) bool, at least one True.
-            cfg_scale, given: classifier-free guidance [1]: u + (cfg_scale + 1)(c - u), where c are
-                the logits of x and u those of x with the `given` (B, L) positions masked. Counts
-                two forwards; takes no kv.
+            cfg_scale, given: classifier-free guidance [1]: u + (cfg_scale + 1)(c - u), where c
+                are the logits of x and u those of x with the `given` (B, L) positions masked.
+                Counts two forwards; takes no kv.
             work: a Work to add this forward to.
-            kv, positions: a KVCache and the (B, n) canvas columns to recompute (None: all). With
-                `kv` every row is forwarded, and what is asked must be read inside the window.
+            kv: a KVCache, filled by this forward. window: (B, L) bool, recompute these columns
+                only and take the others' keys and values from kv; None: all. It must hold `ask`.
+                Shifted models recompute one column more before each, where it is read.
         Returns: (N, V), N = ask.sum(), with M and padded vocabulary rows at -inf.
         """
         if cfg_scale and (given is None or kv is not None):
-            raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) and "
-                             "takes no kv")
-        live = slice(None) if kv is not None else ask.any(1)        # a cache holds all rows
-        x, ask = x[live], ask[live]
+            raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
+                             "and takes no kv")
+        live = ask.any(1)
+        rows = None if live.all() else live.nonzero()[:, 0]
+        B, x, ask = len(x), x[live], ask[live]
         visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
         position_ids = (visible.cumsum(1) - 1).clamp(min=0)
         row, column = ask.nonzero(as_tuple=True)
         if self.shift:      # position i is read at i-1, a row's first token at itself
             column = column - (position_ids[row, column] > 0).long()
-        columns = None if attention_mask is None else visible[:, None, None]
-        if kv is not None:
-            kv.positions = positions
-        if positions is not None:
+        look = None if attention_mask is None else visible[:, None, None]
+        cost, positions = visible.sum(1), None
+        if window is not None:
+            window = window[live] & visible
+            if self.shift:
+                window = window | (F.pad(window[:, 1:], (0, 1)) & visible)
+            if not window[row, column].all():
+                raise ValueError("ask holds positions that are read outside the window")
+            cost, positions = window.sum(1), columns_of(window)
+            column = (window.cumsum(1) - 1)[row, column]
             x, position_ids = x.gather(1, positions), position_ids.gather(1, positions)
-            hit = positions[row] == column[:, None]
-            assert hit.any(1).all(), "asked for a position outside the window"
-            column = hit.int().argmax(1)
+        if kv is not None:
+            kv.begin(B, rows, positions)
         if work is not None:
-            cost = (visible.sum(1) if positions is None
-                    else torch.full_like(positions[:, 0], positions.shape[1]))
             work.nfe[live] += 1 + bool(cfg_scale)
             work.positions[live] += cost * (1 + bool(cfg_scale))
             work.calls += 1
         if not cfg_scale:
-            return self._ban(self._forward(x, row, column, columns, position_ids, kv))
-        B = len(x)          # conditional and unconditional canvases in one batch, with their masks
+            return self._ban(self._forward(x, row, column, look, position_ids, kv))
+        R = len(x)          # conditional and unconditional canvases in one batch, with their masks
         both = torch.cat([x, x.masked_fill(given[live], self.mask_id)])
-        columns = None if columns is None else torch.cat([columns, columns])
-        logits = self._forward(both, torch.cat([row, row + B]), torch.cat([column, column]),
-                               columns, torch.cat([position_ids, position_ids]), kv)
+        logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
+                               None if look is None else torch.cat([look, look]),
+                               torch.cat([position_ids, position_ids]), None)
         c, u = logits.chunk(2)
         return self._ban(u + (cfg_scale + 1) * (c - u))
 
@@ -300,6 +326,14 @@ class Denoiser:
             rows = [r[:next((i for i, t in enumerate(r) if t in self.eos_ids), len(r))]
                     for r in rows]
         return [self.tokenizer.decode(r, skip_special_tokens=True) for r in rows]
+
+
+def columns_of(window):
+    """(B, L) bool -> (B, n) the columns of each row in order, n those of the fullest row; the other
+    rows repeat their first one at the end."""
+    n = window.sum(1, keepdim=True)
+    columns = window.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :int(n.max())]
+    return torch.where(torch.arange(columns.shape[1], device=n.device) < n, columns, columns[:, :1])
 
 
 def pad_left(rows, pad_id):
@@ -632,12 +666,45 @@ def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_con
     return x0, confidence
 
 
+def propose(denoiser, x, ask, logits, *, temperature=0.0, remasking="low_confidence",
+            tempered_confidence=False, suppress_eos=False, postpone_eos=False,
+            logits_processor=None, generator=None):
+    """What the model would put on the asked positions: logits (N, V) -> three (B, L) canvases.
+
+    Returns tokens (x where not asked), confidence (1 where not asked), and score, by which
+    samplers choose: the confidence, but -inf for an eos that is postponed.
+    """
+    rows = ask.nonzero()[:, 0]
+    if suppress_eos:
+        logits[:, denoiser.eos_ids[0]] = -torch.inf
+    if logits_processor is not None:
+        logits = logits_processor(x[rows], logits)
+    x0, c = predict(logits, temperature=temperature, remasking=remasking, generator=generator,
+                    tempered_confidence=tempered_confidence, rows=rows)
+    tokens = x.masked_scatter(ask, x0)
+    confidence = c.new_ones(x.shape).masked_scatter(ask, c)
+    if not postpone_eos:
+        return tokens, confidence, confidence
+    eos = torch.isin(tokens, torch.tensor(denoiser.eos_ids, device=x.device))
+    return tokens, confidence, confidence.masked_fill(eos, -torch.inf)
+
+
 def quota_schedule(n, steps):
     """How many of n (B,) masks to commit at each of `steps` steps: (B, steps), each row sums to n.
 
     n // steps each, the remainder one each to the first steps: 10 over 4 -> 3 3 2 2 [1].
     """
     return n[:, None] // steps + (torch.arange(steps, device=n.device) < n[:, None] % steps).long()
+
+
+def steps_per_block(steps, blocks, block_length):
+    """`steps` over the blocks, the remainder one each to the first; ValueError if some get none."""
+    if steps is None:
+        return None
+    if not isinstance(steps, int) or steps < blocks:
+        raise ValueError(f"steps is {steps!r}, but there are {blocks} blocks of {block_length}: "
+                         "give each at least one")
+    return quota_schedule(torch.tensor([steps]), blocks)[0].tolist()
 
 
 def top_k(score, ask, k):
@@ -651,6 +718,23 @@ def top_k(score, ask, k):
                          .argsort(dim=1, descending=True, stable=True))
     best = torch.arange(ask.shape[1], device=ask.device) < k[:, None]
     return torch.zeros_like(ask).scatter(1, order, best) & ask
+
+
+def above_threshold(score, ask, threshold):
+    """Candidates with score >= threshold, and always the best one of a row (Fast-dLLM [5])."""
+    return (ask & (score >= threshold)) | top_k(score, ask, torch.ones_like(ask[:, 0]).long())
+
+
+def by_factor(score, ask, factor):
+    """The surest n candidates, n the last rank with c(n) >= 1 - factor / (n + 1) before the first
+    rank that fails; rank 1 always (Fast-dLLM [5], Algorithm 1). score: (B, L) probabilities.
+
+    The public code accepts one rank too many when the last one fails.
+    """
+    ranked = score.masked_fill(~ask, -torch.inf).sort(dim=1, descending=True).values
+    n = torch.arange(1, ask.shape[1] + 1, device=ask.device)
+    holds = (ranked >= 1 - factor / (n + 1)).long().cumprod(1)
+    return top_k(score, ask, holds.sum(1).clamp(min=1))
 
 
 def block_bounds(P, gen_length, block_length):
@@ -718,7 +802,8 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
         got = (f"{prompt.dtype} of shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor)
                else type(prompt).__name__)
         raise ValueError(f"prompt is {got}, expected integer ids of shape (B, P)")
-    prompt = prompt.to(denoiser.device).long().view(-1, prompt.shape[-1])
+    prompt = prompt.to(denoiser.device).long()
+    prompt = prompt[None] if prompt.ndim == 1 else prompt
     B, P = prompt.shape
     if B == 0:
         raise ValueError(f"prompt has shape {(B, P)}: an empty batch")
@@ -757,9 +842,9 @@ def _check_ids(denoiser, prompt, visible):
                          f"vocabulary of {V or 'any'} ids")
 
 
-def check_knobs(denoiser, B, *, block_length, temperature, remasking, tempered_confidence,
-                cfg_scale, generator, suppress_eos, postpone_eos, early_stop):
-    """The ValueErrors that samplers share."""
+def check_knobs(denoiser, B, block_length, *, temperature, remasking, tempered_confidence,
+                suppress_eos, postpone_eos, logits_processor, generator, early_stop, cfg_scale=0.0):
+    """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
     if not isinstance(block_length, int) or block_length < 1:
         raise ValueError(f"block_length is {block_length!r}, expected a whole number from 1")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -861,43 +946,28 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
     and never emits M or a padded vocabulary id.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
-    B, L = x.shape
-    check_knobs(denoiser, B, block_length=block_length if block_length is not None else 1,
-                temperature=temperature, remasking=remasking,
-                tempered_confidence=tempered_confidence, cfg_scale=cfg_scale, generator=generator,
-                suppress_eos=suppress_eos, postpone_eos=postpone_eos, early_stop=early_stop)
-    bounds = block_bounds(P, gen_length, block_length or max(gen_length, 1))
-    if steps is not None and not (isinstance(steps, int) and steps >= len(bounds)):
-        raise ValueError(f"steps is {steps!r}, but there are {len(bounds)} blocks of "
-                         f"{block_length}: give each at least one")
-    column = torch.arange(L, device=x.device)
+    block_length = max(gen_length, 1) if block_length is None else block_length
+    knobs = dict(temperature=temperature, remasking=remasking, generator=generator,
+                 tempered_confidence=tempered_confidence, suppress_eos=suppress_eos,
+                 postpone_eos=postpone_eos, logits_processor=logits_processor)
+    check_knobs(denoiser, len(x), block_length, cfg_scale=cfg_scale, early_stop=early_stop, **knobs)
+    bounds = block_bounds(P, gen_length, block_length)
+    block_steps = steps_per_block(steps, len(bounds), block_length)
+    column = torch.arange(x.shape[1], device=x.device)
     given = visible & (x != denoiser.mask_id)
     record = Recorder(x, visible, P, callback, history, streamer)
     for b, (_, end) in enumerate(bounds):
         masks = visible & (x == denoiser.mask_id) & (column < end)
-        block_steps = (int(masks.sum(1).max()) if steps is None
-                       else steps // len(bounds) + (b < steps % len(bounds)))
-        for quota in quota_schedule(masks.sum(1), max(block_steps, 1)).unbind(1):
+        s = block_steps[b] if steps is not None else int(masks.sum(1).max())
+        for quota in quota_schedule(masks.sum(1), max(s, 1)).unbind(1):
             ask = visible & (x == denoiser.mask_id) & (column < end)
             if not ask.any():
                 break
             logits = denoiser(x, ask, visible, cfg_scale=cfg_scale, given=given, work=record.work)
-            rows = ask.nonzero()[:, 0]
-            if suppress_eos:
-                logits[:, denoiser.eos_ids[0]] = -torch.inf
-            if logits_processor is not None:
-                logits = logits_processor(x[rows], logits)
-            x0, confidence = predict(logits, temperature=temperature, remasking=remasking,
-                                     generator=generator, tempered_confidence=tempered_confidence,
-                                     rows=rows)
-            if postpone_eos:
-                confidence[torch.isin(x0, torch.tensor(denoiser.eos_ids,
-                                                       device=x.device))] = -torch.inf
-            score = torch.zeros(B, L, device=x.device, dtype=confidence.dtype).masked_scatter(
-                ask, confidence)
+            tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
             commit = top_k(score, ask, quota)
-            x = torch.where(commit, x.masked_scatter(ask, x0), x)
-            record.step(x, commit, score)
+            x = torch.where(commit, tokens, x)
+            record.step(x, commit, confidence)
         if early_stop:
             x = stop_at_eos(denoiser, x, P, end)
     return record.finish(denoiser, x)
@@ -913,7 +983,121 @@ def stop_at_eos(denoiser, x, P, end):
 
 
 # ---------------------------------------------------------------------------------------------
-# 7. Likelihood and loss.
+# 7. Approximate drafters: several tokens per forward, and forwards of a part of the canvas.
+
+@torch.no_grad()
+def sample_fast_dllm(denoiser, prompt, *, gen_length=128, block_length=32, threshold=None,
+                     factor=None, cache=None, attention_mask=None, temperature=0.0,
+                     suppress_eos=False, postpone_eos=False, early_stop=False,
+                     logits_processor=None, generator=None, callback=None, history=False,
+                     streamer=None):
+    """Commit every token the model is sure of; reuse keys and values of the rest of the canvas
+    (Fast-dLLM [5]).
+
+    Args: as in sample_llada, and
+        threshold: commit what has at least this confidence, always the best (default 0.9).
+        factor: instead of a threshold, accept by rank, see by_factor.
+        cache: None; "prefix": after a block's first forward, which is full, the later ones
+            recompute the canvas from the block on; "dual": they recompute the block alone.
+    Returns a DecodeOutput; nfe <= masks. With a cache, keys and values outside the window are those
+    of the block's first forward. A block that is full after it costs no second one.
+    """
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
+    knobs = dict(temperature=temperature, remasking="low_confidence", generator=generator,
+                 tempered_confidence=False, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor)
+    check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
+    threshold = check_rule(threshold, factor)
+    if cache not in (None, "prefix", "dual"):
+        raise ValueError(f"cache is {cache!r}, expected None, 'prefix' or 'dual'")
+    column = torch.arange(x.shape[1], device=x.device)
+    record = Recorder(x, visible, P, callback, history, streamer)
+    for start, end in block_bounds(P, gen_length, block_length):
+        kv, window = KVCache() if cache else None, None
+        masks = visible & (x == denoiser.mask_id)           # a hole before the block belongs to it
+        block = visible & (column < end) & (since_first(masks) | (column >= start))
+        while (ask := block & (x == denoiser.mask_id)).any():
+            logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window)
+            tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
+            commit = (by_factor(score, ask, factor) if factor is not None
+                      else above_threshold(score, ask, threshold))
+            x = torch.where(commit, tokens, x)
+            record.step(x, commit, confidence)
+            if cache:
+                window = block if cache == "dual" else since_first(block) & visible
+        if early_stop:
+            x = stop_at_eos(denoiser, x, P, end)
+    return record.finish(denoiser, x)
+
+
+def check_rule(threshold, factor=None, steps=None):
+    """The commit rule's ValueErrors; returns the threshold in force, 0.9 when nothing is given."""
+    given = {k: v for k, v in dict(threshold=threshold, factor=factor, steps=steps).items()
+             if v is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} were given, each a rule of its own: pass one")
+    for name in given.keys() - {"steps"}:
+        if not (math.isfinite(given[name]) and given[name] >= 0):
+            raise ValueError(f"{name} is {given[name]}, expected a number from 0")
+    return 0.9 if not given else threshold
+
+
+def since_first(flag):
+    """(B, L) bool -> True from each row's first True on."""
+    return flag.cumsum(1) > 0
+
+
+@torch.no_grad()
+def sample_dkv(denoiser, prompt, *, gen_length=128, block_length=32, steps=None, threshold=None,
+               refresh=8, attention_mask=None, temperature=0.0, suppress_eos=False,
+               postpone_eos=False, early_stop=False, logits_processor=None, generator=None,
+               callback=None, history=False, streamer=None):
+    """Keep the keys and values of decoded tokens, one step late (dKV-Cache [6], decode variant).
+
+    Within a block, forwards 0, 1 and every `refresh`-th are full. The others recompute what was
+    still masked at the input of the forward before: all masks of the canvas, and the tokens
+    committed one step ago, which are so computed once as visible tokens and only then left alone.
+
+    Args: as in sample_llada, and
+        steps: forwards over all blocks, a quota each; or
+        threshold: commit what has at least this confidence, always the best (default 0.9).
+        refresh: a full forward every so many steps; 1 is the uncached sampler.
+    Returns a DecodeOutput.
+    """
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
+    knobs = dict(temperature=temperature, remasking="low_confidence", generator=generator,
+                 tempered_confidence=False, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor)
+    check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
+    threshold = check_rule(threshold, steps=steps)
+    if not isinstance(refresh, int) or refresh < 1:
+        raise ValueError(f"refresh is {refresh!r}, expected a whole number from 1")
+    bounds = block_bounds(P, gen_length, block_length)
+    block_steps = steps_per_block(steps, len(bounds), block_length)
+    column = torch.arange(x.shape[1], device=x.device)
+    record = Recorder(x, visible, P, callback, history, streamer)
+    for b, (_, end) in enumerate(bounds):
+        kv, step, masks = KVCache(), 0, visible & (x == denoiser.mask_id)
+        if steps is not None:
+            quota = quota_schedule((masks & (column < end)).sum(1), block_steps[b])
+        while (ask := visible & (x == denoiser.mask_id) & (column < end)).any():
+            full = step < 2 or step % refresh == 0
+            logits = denoiser(x, ask, visible, work=record.work, kv=kv,
+                              window=None if full else masks)
+            masks = visible & (x == denoiser.mask_id)        # at the input of this forward
+            tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
+            commit = (above_threshold(score, ask, threshold) if steps is None
+                      else top_k(score, ask, quota[:, step]))
+            x = torch.where(commit, tokens, x)
+            record.step(x, commit, confidence)
+            step += 1
+        if early_stop:
+            x = stop_at_eos(denoiser, x, P, end)
+    return record.finish(denoiser, x)
+
+
+# ---------------------------------------------------------------------------------------------
+# 8. Likelihood and loss.
 
 def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, generator=None):
     """The training loss of a masked-diffusion model: cross-entropy of masked answer tokens.
@@ -996,7 +1180,7 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
 
 
 # ---------------------------------------------------------------------------------------------
-# 8. Command line.
+# 9. Command line.
 
 EXAMPLES = (
     "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "
@@ -1006,7 +1190,9 @@ EXAMPLES = (
     "Write a function solve(nums) that takes the numbers in nums greater than 4, multiplies by 3 "
     "each and returns their sum.",
 )
-SAMPLERS = {"llada": sample_llada}
+SAMPLERS = {"llada": sample_llada, "fast_dllm": sample_fast_dllm, "dkv": sample_dkv}
+OPTIONAL = ("block_length", "steps", "remasking", "cfg_scale", "threshold", "factor", "cache",
+            "refresh")
 
 
 class LiveCanvas:
@@ -1058,11 +1244,16 @@ def main(argv=None):
     cli.add_argument("--device", help="default: cuda when there is one, else cpu")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     cli.add_argument("--gen-length", type=int, default=64)
-    cli.add_argument("--block-length", type=int, help="default: one block")
-    cli.add_argument("--steps", type=int, help="forwards in all (default: one token per forward)")
+    cli.add_argument("--block-length", type=int, help="default: llada one block, else 32")
+    cli.add_argument("--steps", type=int, help="llada, dkv: forwards in all (llada's default: one "
+                                               "token per forward)")
     cli.add_argument("--temperature", type=float, default=0.0)
-    cli.add_argument("--remasking", choices=REMASKING, default="low_confidence")
-    cli.add_argument("--cfg-scale", type=float, default=0.0)
+    cli.add_argument("--remasking", choices=REMASKING, help="llada: which masks stay")
+    cli.add_argument("--cfg-scale", type=float, help="llada: classifier-free guidance")
+    cli.add_argument("--threshold", type=float, help="fast_dllm, dkv: commit from this confidence")
+    cli.add_argument("--factor", type=float, help="fast_dllm: commit by rank instead")
+    cli.add_argument("--cache", choices=("prefix", "dual"), help="fast_dllm: reuse keys and values")
+    cli.add_argument("--refresh", type=int, help="dkv: a full forward every so many steps")
     cli.add_argument("--postpone-eos", action="store_true",
                      help="fill end-of-text tokens last in their block")
     cli.add_argument("--early-stop", action="store_true",
@@ -1084,14 +1275,15 @@ def main(argv=None):
 def _solve(denoiser, problem, args):
     print(f"\n\033[1m{problem}\033[0m" if sys.stdout.isatty() else f"\n{problem}")
     ids, mask = denoiser.encode(problem)
+    sampler = SAMPLERS[args.sampler]
+    knobs = {k: v for k in OPTIONAL if (v := getattr(args, k)) is not None}
+    if extra := knobs.keys() - inspect.signature(sampler).parameters:
+        raise ValueError(f"--sampler {args.sampler} has no {', '.join(sorted(extra))}")
     start = time.perf_counter()
-    out = SAMPLERS[args.sampler](
-        denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
-        block_length=args.block_length, steps=args.steps, temperature=args.temperature,
-        remasking=args.remasking, cfg_scale=args.cfg_scale, postpone_eos=args.postpone_eos,
-        early_stop=args.early_stop,
-        generator=torch.Generator(denoiser.device).manual_seed(args.seed),
-        callback=None if args.quiet else LiveCanvas(denoiser))
+    out = sampler(denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
+                  temperature=args.temperature, postpone_eos=args.postpone_eos,
+                  early_stop=args.early_stop, callback=None if args.quiet else LiveCanvas(denoiser),
+                  generator=torch.Generator(denoiser.device).manual_seed(args.seed), **knobs)
     seconds = time.perf_counter() - start
     print(f"-> {denoiser.decode(out.generated)[0]}")
     print(f"   {int(out.nfe[0])} forwards, {seconds:.2f} s, "

@@ -138,3 +138,8 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
         gate = linear(a, "mlp.gate_proj")
         h = h + linear(gate * gate.sigmoid() * linear(a, "mlp.up_proj"), "mlp.down_proj")
     return norm(h, "model.norm") @ w["lm_head.weight"].T, kept
+
+
+def no_mask(logits):
+    """Logits as the denoiser gives them: M is never predicted."""
+    return logits.index_fill(-1, torch.tensor([M]), -torch.inf)

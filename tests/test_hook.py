@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import VOCAB, M, Table, oracle, random_ids, tiny_llama, tiny_qwen2, tiny_qwen3
+from helpers import VOCAB, M, Table, no_mask, oracle, random_ids, tiny_llama, tiny_qwen2, tiny_qwen3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -42,11 +42,6 @@ def padded(rows, L):
 
 def close(a, b, atol=1e-5):
     return torch.allclose(a, b, atol=atol, rtol=1e-5)
-
-
-def no_mask(logits):
-    """Logits as the denoiser gives them: M is never predicted."""
-    return logits.index_fill(-1, torch.tensor([M]), NINF)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -184,7 +179,7 @@ def test_window_of_unchanged_tokens_equals_the_full_forward(make):
     positions = torch.tensor([[8, 2, 0, 5], [7, 3, 6, 7]])
     ask = window(positions, 9)
     ask[0, 5] = False
-    got = denoiser(ids, ask, visible, kv=kv, positions=positions)
+    got = denoiser(ids, ask, visible, kv=kv, window=window(positions, 9))
     assert got.shape == (6, VOCAB) and close(got, want[ask])
     heads = model.config.num_key_value_heads
     assert [t.shape for t in (*kv.k.values(), *kv.v.values())] == [(2, heads, 9, 8)] * 6
@@ -200,7 +195,7 @@ def test_stored_keys_are_not_rotated_twice(make):
     k, v = ([t.clone() for t in side.values()] for side in (kv.k, kv.v))
     for columns in ([4, 5, 6, 7], [1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]):
         positions = torch.tensor(columns).expand(2, -1)
-        got = denoiser(ids, window(positions, 8), kv=kv, positions=positions)
+        got = denoiser(ids, window(positions, 8), kv=kv, window=window(positions, 8))
         assert close(got, full[window(positions, 8)])
     assert all(close(a, b) for a, b in zip(k + v, (*kv.k.values(), *kv.v.values()), strict=True))
 
@@ -216,7 +211,7 @@ def test_cache_is_exact_on_one_layer_and_approximate_on_two(make):
         model, kv = make(layers), KVCache()
         denoiser = Denoiser(model, M)
         denoiser(ids, torch.ones_like(ask), kv=kv)
-        got = denoiser(changed, ask, kv=kv, positions=positions)
+        got = denoiser(changed, ask, kv=kv, window=ask)
         assert close(got, no_mask(oracle(model, changed)[0])[ask]) == (layers == 1)
 
 
@@ -236,47 +231,53 @@ def test_cache_equals_stale_keys_written_out(make):
         ask = window(positions, 8)
         ids[[0, 1], positions[:, 1]] = (ids[[0, 1], positions[:, 1]] + 5) % M
         want, stale = oracle(model, ids, visible, position_ids, stale, ask)
-        got = denoiser(ids, ask, visible, kv=kv, positions=positions)
+        got = denoiser(ids, ask, visible, kv=kv, window=ask)
         assert close(got, no_mask(want)[ask])
         assert not close(got, no_mask(oracle(model, ids, visible, position_ids)[0])[ask], 1e-3)
 
 
 def test_full_forward_refreshes_a_used_cache():
-    """After windows, a forward without `positions` recomputes everything,
+    """After windows, a forward without `window` recomputes everything,
     also on a longer canvas."""
     model, kv = tiny_llama(2), KVCache()
     denoiser, positions = Denoiser(model, M), torch.tensor([[1, 2], [3, 4]])
     denoiser(random_ids(2, 6), window(positions, 6), kv=kv)
-    denoiser(random_ids(2, 6), window(positions, 6), kv=kv, positions=positions)
+    denoiser(random_ids(2, 6), window(positions, 6), kv=kv, window=window(positions, 6))
     for L in (6, 8):
         ids, everywhere = random_ids(2, L, seed=L), torch.ones(2, L, dtype=torch.bool)
         assert close(denoiser(ids, everywhere, kv=kv), no_mask(oracle(model, ids)[0])[everywhere])
 
 
-def test_cache_keeps_rows_that_ask_for_nothing():
-    """A row that asks for nothing in the storing forward can still be recomputed
-    and asked later."""
-    model, kv, ids = tiny_llama(2), KVCache(), random_ids(3, 6)
-    denoiser, ask = Denoiser(model, M), torch.zeros(3, 6, dtype=torch.bool)
-    ask[[0, 2], 1] = True
-    denoiser(ids, ask, kv=kv)
-    positions = torch.tensor([[1, 2], [3, 4], [0, 5]])
-    ask = window(positions, 6)
-    assert close(denoiser(ids, ask, kv=kv, positions=positions),
-                 no_mask(oracle(model, ids)[0])[ask])
+@every_model
+def test_rows_that_ask_for_nothing_keep_their_cache(make):
+    """Idle rows are not forwarded and their keys stay bitwise; the others see the same as in a
+    batch of their own; a storing forward of some rows serves later windows of those rows."""
+    model, ids = make(2), random_ids(3, 6)
+    denoiser, kv, alone = Denoiser(model, M), KVCache(), KVCache()
+    everywhere = torch.ones(3, 6, dtype=torch.bool)
+    some = everywhere.clone()
+    some[1] = False
+    denoiser(ids, some, kv=kv)
+    denoiser(ids[[0, 2]], everywhere[:2], kv=alone)
+    ids[:, 2] = (ids[:, 2] + 3) % M
+    before = [t[0].clone() for t in (*kv.k.values(), *kv.v.values())]
+    last = torch.zeros_like(some)
+    last[2, 2:4] = True
+    got = denoiser(ids, last, kv=kv, window=last)
+    both = torch.zeros_like(some[:2])
+    both[1, 2:4] = True
+    assert close(got, denoiser(ids[[0, 2]], both, kv=alone, window=both))
+    assert all(torch.equal(a, t[0]) for a, t in zip(before, (*kv.k.values(), *kv.v.values()),
+                                                    strict=True))
 
 
 def test_asking_outside_the_window_is_an_error():
-    """Logits that this forward does not compute cannot be read;
-    shifted models read one column earlier."""
-    model, ids, positions = tiny_llama(1), random_ids(1, 6), torch.tensor([[2, 3]])
-    for shift, outside in ((False, 4), (True, 2)):
-        denoiser, kv, ask = (Denoiser(model, M, shift=shift), KVCache(),
-                             torch.zeros(1, 6, dtype=torch.bool))
-        ask[0, outside] = True
-        denoiser(ids, ask, kv=kv)
-        with pytest.raises(AssertionError, match="outside the window"):
-            denoiser(ids, ask, kv=kv, positions=positions)
+    """Logits that this forward does not compute cannot be read."""
+    denoiser, kv, ids = Denoiser(tiny_llama(1), M), KVCache(), random_ids(1, 6)
+    ask = window(torch.tensor([[4]]), 6)
+    denoiser(ids, ask, kv=kv)
+    with pytest.raises(ValueError, match="outside the window"):
+        denoiser(ids, ask, kv=kv, window=window(torch.tensor([[2, 3]]), 6))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -373,11 +374,9 @@ def test_shift_reads_one_position_earlier():
     denoiser, plain = Denoiser(model, 20, shift=True), Denoiser(model, 20)
     assert denoiser(x, visible, visible).argmax(1).tolist() == [1, 1, 2, 3, 4, 5] + [1, 1, 2, 3]
     assert plain(x, visible, visible).argmax(1).tolist() == [1, 2, 3, 4, 5, 6] + [1, 2, 3, 4]
-    # read 3, 4 and 4, 5: one column less than the window
-    positions = torch.tensor([[2, 3, 4], [3, 4, 5]])
-    ask = window(positions[:, 1:], 6)
-    assert denoiser(x, ask, visible, kv=KVCache(),
-                    positions=positions).argmax(1).tolist() == [3, 4, 2, 3]
+    ask = window(torch.tensor([[3, 4], [4, 5]]), 6)
+    got = denoiser(x, ask, visible, kv=KVCache(), window=ask)
+    assert got.argmax(1).tolist() == [3, 4, 2, 3]
 
 
 @every_model
@@ -387,10 +386,9 @@ def test_shifted_window_equals_the_full_forward(make):
     denoiser = Denoiser(model, M, shift=True)
     ids, visible = padded([random_ids(1, 8)[0], random_ids(1, 5, seed=1)[0]], 8)
     full = denoiser(ids, visible, visible, kv=kv)
-    positions = torch.tensor([[5, 2, 3, 4], [3, 4, 5, 6]])
     ask = torch.zeros(2, 8, dtype=torch.bool)
     ask[[0, 0, 1, 1, 1], [3, 6, 3, 4, 7]] = True                   # (1, 3) is its row's first token
-    assert close(denoiser(ids, ask, visible, kv=kv, positions=positions), full[ask[visible]])
+    assert close(denoiser(ids, ask, visible, kv=kv, window=ask), full[ask[visible]])
 
 
 @pytest.mark.parametrize("pad", [False, True])
@@ -436,15 +434,15 @@ def test_work_counts_rows_without_padding():
     assert (work.nfe.tolist(), work.positions.tolist(), work.calls) == ([3, 3, 0], [18, 12, 0], 2)
     denoiser(x, ask, work=work)
     assert (work.nfe.tolist(), work.positions.tolist(), work.calls) == ([4, 4, 0], [24, 18, 0], 3)
-    positions = torch.tensor([[4, 5], [4, 5], [4, 5]])
-    denoiser(x, window(positions, 6), visible, work=work, kv=KVCache(), positions=positions)
+    ask = window(torch.tensor([[4, 5], [4, 5], [4, 5]]), 6)
+    denoiser(x, ask, visible, work=work, kv=KVCache(), window=ask)
     assert (work.nfe.tolist(), work.positions.tolist(), work.calls) == ([5, 5, 1], [26, 20, 2], 4)
 
 
 def test_model_is_unchanged_afterwards():
     """No hook stays on the head, not even when the forward fails; the weights are the same;
     full logits come back."""
-    class Broken:
+    class Broken(KVCache):
         def attend(self, *_):
             raise RuntimeError("broken")
 
