@@ -23,6 +23,8 @@ Papers
                and Parallel Decoding, arXiv 2505.22618; NVlabs/Fast-dLLM
     [6] dKV-Cache  Ma et al. 2025, The Cache for Diffusion Language Models, arXiv 2505.15781;
                horseee/dKV-Cache
+    [7] DualDiffusion  A Speculative Decoding Strategy for Masked Diffusion Models
+    [8] WINO       Hong et al. 2025, Wide-In, Narrow-Out, arXiv 2507.18578; Feng-Hong/WINO-DLLM
 
 Glossary
     B, L, P, G, V     batch; canvas length L = P prompt + G generated; vocabulary size
@@ -121,30 +123,37 @@ class KVCache:
         self.k, self.v = {}, {}
         self.begin(None)
 
-    def begin(self, B, rows=None, positions=None):
+    def begin(self, B, rows=None, positions=None, shadow=0):
         """The next forward. rows: (R,) of the B rows, None: all. positions: (R, n) canvas columns
         of its tokens, None: all L; a row may name a column twice if both carry the same token.
+        shadow: so many tokens behind the canvas are seen in this forward and not stored.
         """
-        self.B, self.rows, self.positions = B, rows, positions
+        self.B, self.rows, self.positions, self.shadow = B, rows, positions, shadow
 
     def attend(self, layer, q, k, v, mask, scaling):
         """The hook's view: store this layer's k, v, then attend to the whole canvas."""
-        return sdpa(q, self._store(self.k, layer, k), self._store(self.v, layer, v), mask, scaling)
+        if self.positions is None and self.shadow == 0 and self.rows is None:
+            self.k[layer], self.v[layer] = k, v
+        elif self.positions is None:
+            L = k.shape[2] - self.shadow
+            self._rows(self.k, layer, k[:, :, :L])
+            self._rows(self.v, layer, v[:, :, :L])
+        else:
+            k, v = self._columns(self.k, layer, k), self._columns(self.v, layer, v)
+        return sdpa(q, k, v, mask, scaling)
 
-    def _store(self, canvas, layer, fresh):
-        """Put `fresh` (R, H_kv, n, d) in its place; the whole canvas of those R rows comes back."""
-        if self.rows is None and self.positions is None:
-            canvas[layer] = fresh
-            return fresh
+    def _rows(self, canvas, layer, fresh):
+        """Store whole canvases `fresh` (R, H_kv, L, d) of this forward's rows."""
         if layer not in canvas:
             canvas[layer] = fresh.new_zeros(self.B, *fresh.shape[1:])
+        canvas[layer][slice(None) if self.rows is None else self.rows.to(fresh.device)] = fresh
+
+    def _columns(self, canvas, layer, fresh):
+        """Store a window `fresh` (R, H_kv, n, d); the whole canvases of those rows come back."""
         rows = None if self.rows is None else self.rows.to(fresh.device)
         whole = canvas[layer] if rows is None else canvas[layer][rows]
-        if self.positions is None:
-            whole = fresh
-        else:
-            columns = self.positions.to(fresh.device)[:, None, :, None].expand_as(fresh)
-            whole.scatter_(2, columns, fresh)
+        columns = self.positions.to(fresh.device)[:, None, :, None].expand_as(fresh)
+        whole.scatter_(2, columns, fresh)
         if rows is not None:
             canvas[layer][rows] = whole
         return whole
@@ -252,6 +261,48 @@ class Denoiser:
                                torch.cat([position_ids, position_ids]), None)
         c, u = logits.chunk(2)
         return self._ban(u + (cfg_scale + 1) * (c - u))
+
+    def leave_one_out(self, x, ask, checked, attention_mask=None, *, work=None, kv=None):
+        """One full forward that also judges the `checked` (B, L) tokens without themselves.
+
+        A shadow block (WINO [8]): each checked position has a second token, M, behind the canvas,
+        with the same position id. It sees the canvas except its own position, and the other
+        shadows; the canvas sees no shadow. In a shifted model the shadow of i is x[i-1] at i-1,
+        where i is read, and sees no token that carries x[i]. Deeper than one layer a token still
+        leaks into its shadow through the hidden states of others.
+
+        Returns logits (N, V) of `ask` and (C, V) of `checked`; all else as in __call__.
+        """
+        live = (ask | checked).any(1)
+        rows = None if live.all() else live.nonzero()[:, 0]
+        B, x, ask, checked = len(x), x[live], ask[live], checked[live]
+        R, L = x.shape
+        visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
+        position_ids = (visible.cumsum(1) - 1).clamp(min=0)
+        row, column = ask.nonzero(as_tuple=True)
+        late = self.shift * (position_ids > 0).long()       # how much earlier a column is read
+        at = columns_of(checked)                            # (R, S) the checked columns
+        S, real = at.shape[1], torch.arange(at.shape[1], device=x.device) < checked.sum(1)[:, None]
+        source = at - late.gather(1, at)
+        token = torch.where(late.gather(1, at) > 0, x.gather(1, source), self.mask_id)
+        look = F.pad(visible[:, None].expand(R, L + S, L), (0, S)).clone()
+        look[:, L:, :L] &= torch.arange(L, device=x.device) != at[..., None]
+        look[:, L:, L:] = real[:, None]
+        if self.shift:      # nor a shadow that carries x[i]; each sees itself
+            look[:, L:, L:] &= source[:, None] != at[..., None]
+            look[:, L:, L:] |= torch.eye(S, dtype=torch.bool, device=x.device)
+        c_row, c_index = real.nonzero(as_tuple=True)
+        if kv is not None:
+            kv.begin(B, rows, None, shadow=S)
+        if work is not None:
+            work.nfe[live] += 1
+            work.positions[live] += visible.sum(1) + checked.sum(1)
+            work.calls += 1
+        logits = self._ban(self._forward(
+            torch.cat([x, token], 1), torch.cat([row, c_row]),
+            torch.cat([column - late[row, column], L + c_index]), look[:, None],
+            torch.cat([position_ids, position_ids.gather(1, source)], 1), kv))
+        return logits[:len(row)], logits[len(row):]
 
     def _forward(self, x, row, column, mask, position_ids, kv):
         """One call of the model; the vocabulary head runs on the (row, column) pairs alone."""
@@ -759,6 +810,7 @@ class DecodeOutput:
     tokens_per_forward: (B,) generated tokens before the first eos, per forward.
     commit_step, commit_confidence: (B, L) at which of its row's forwards (from 1) a position was
         last filled and how sure the model was; 0 and 1 on given tokens.
+    draft_nfe, verify_nfe: (B,) of sample_dual_diffusion: its drafter's and verifier's forwards.
     revisions: [(row, forward, position, old token, kind), ...] of tokens taken back; kind "remask"
         or "replace".
     history: with `history=True` the canvases, [(B, L), ...], the initial one first.
@@ -772,6 +824,8 @@ class DecodeOutput:
     commit_step: Tensor
     commit_confidence: Tensor
     revisions: list = field(default_factory=list)
+    draft_nfe: Tensor | None = None
+    verify_nfe: Tensor | None = None
     history: list | None = None
 
     @property
@@ -874,10 +928,16 @@ class Recorder:
         self.work, self.P, self.callback, self.streamer = (Work(zeros, zeros.clone()), P, callback,
                                                            streamer)
         self.history = [x.clone()] if history else None
+        self.revisions = []
         self.commit_step = torch.zeros_like(x)
         self.commit_confidence = torch.ones(x.shape, device=x.device)
         if streamer is not None:
             streamer.put(x[:, :P].cpu())
+
+    def revise(self, x, revised, kind):
+        """Tokens of x (B, L) about to be taken back, at `revised` (B, L) bool."""
+        for row, i in revised.nonzero().tolist():
+            self.revisions.append((row, int(self.work.nfe[row]), i, int(x[row, i]), kind))
 
     def step(self, x, committed, confidence):
         """After a forward: the canvas, the (B, L) bool that it filled, the (B, L) confidence."""
@@ -899,7 +959,7 @@ class Recorder:
         tokens = before_eos(x[:, self.P:], denoiser.eos_ids).sum(1)
         return DecodeOutput(x, self.P, self.work.nfe, self.work.positions, self.work.calls,
                             tokens / self.work.nfe.clamp(min=1), self.commit_step,
-                            self.commit_confidence, history=self.history)
+                            self.commit_confidence, self.revisions, history=self.history)
 
 
 def before_eos(x, eos_ids):
@@ -1097,7 +1157,231 @@ def sample_dkv(denoiser, prompt, *, gen_length=128, block_length=32, steps=None,
 
 
 # ---------------------------------------------------------------------------------------------
-# 8. Likelihood and loss.
+# 8. DualDiffusion: a drafter guesses, a verifier looks again.
+
+def verify_trust(judged, tokens, draft):
+    """Accept everything (DualDiffusion [7]); sample_dual_diffusion then runs no verifier."""
+    return torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def verify_kl(judged, tokens, draft, *, tau=0.5, stochastic=False, generator=None):
+    """Re-mask where KL(p_verifier || p_draft) > tau nats; stochastic: with probability
+    1 - exp(-KL / tau), a form of ours, the paper [7] gives none.
+
+    judged, draft: (..., V) logits of verifier and drafter, the latter at the moment of commit.
+    tokens: (...) drafted ids. Returns (...) bool, True: take it back.
+    """
+    p, q = judged.float().log_softmax(-1), draft.float().log_softmax(-1)
+    kl = (p.exp() * (p - q)).nan_to_num(nan=0.0, neginf=0.0).sum(-1)      # 0 where p is 0
+    if not stochastic:
+        return kl > tau
+    u = torch.rand(kl.shape, generator=generator, device=kl.device)
+    return u < -torch.expm1(-kl / tau)
+
+
+def verify_confidence(judged, tokens, draft, *, tau=0.5, of="token"):
+    """Re-mask where the verifier's probability of the drafted token (of="token"), or its largest
+    one (of="max", as the paper [7] words it), is below tau. Arguments as in verify_kl.
+    """
+    if of not in ("token", "max"):
+        raise ValueError(f"of is {of!r}, expected 'token' or 'max'")
+    p = judged.float().softmax(-1)
+    p = p.gather(-1, tokens[..., None])[..., 0] if of == "token" else p.amax(-1)
+    return p < tau
+
+
+@torch.no_grad()
+def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, draft_steps=4,
+                          verify=verify_confidence, view="leave_one_out", drafter=None,
+                          cache="dual", threshold=None, factor=None, max_revisions=2,
+                          max_rounds=None, adaptive=False, attention_mask=None, temperature=0.0,
+                          suppress_eos=False, postpone_eos=False, early_stop=False,
+                          logits_processor=None, generator=None, callback=None, history=False,
+                          streamer=None):
+    """Draft several forwards with a cache, then verify the draft in one exact forward and take back
+    what it distrusts (DualDiffusion [7]).
+
+    The verifier's forward is full, so it is the drafter's cache refresh as well, and it drafts: a
+    round of draft_steps + 1 forwards costs what refreshing every draft_steps forwards costs.
+
+    Args: as in sample_fast_dllm, and
+        draft_steps: K, drafter forwards between two verifications (fewer when the block is full).
+        verify: verify_trust, verify_kl, verify_confidence, or any callable
+            (judged (C, V), tokens (C,), draft (C, V)) -> (C,) bool; options by functools.partial.
+        view: what the verifier sees of a checked token: "leave_one_out" (everything but itself, by
+            a shadow block) or "visible" (the canvas as it is: the token vouches for itself).
+        drafter: a second Denoiser with the same vocabulary; default: the same weights.
+        cache: "dual", "prefix", "dkv" (delayed) or None, as in sample_fast_dllm and sample_dkv.
+        max_revisions: how often one position may be taken back.
+        max_rounds: verifications per row; after the last one the rest is filled unchecked.
+        adaptive: K halves when more than a quarter of a round was taken back and doubles (up to
+            4 draft_steps) when nothing was; and a token that was checked is checked again after a
+            neighbour within 4 positions changed, at most max_revisions times.
+    Returns a DecodeOutput with `revisions`, `draft_nfe` and `verify_nfe`. Every round keeps at
+    least one of a row's drafted tokens, so it ends.
+    """
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
+    knobs = dict(temperature=temperature, remasking="low_confidence", generator=generator,
+                 tempered_confidence=False, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor)
+    check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
+    threshold = check_rule(threshold, factor)
+    check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds)
+    record = Recorder(x, visible, P, callback, history, streamer)
+    column = torch.arange(x.shape[1], device=x.device)
+    s = DualState(x, draft_steps, verify, max_revisions, max_rounds, adaptive)
+    kv, verify_nfe = None if cache is None else KVCache(), torch.zeros_like(x[:, 0])
+    for start, end in block_bounds(P, gen_length, block_length):
+        masks = visible & (x == denoiser.mask_id)           # a hole before the block belongs to it
+        block = visible & (column < end) & (since_first(masks) | (column >= start))
+        s.new_block()
+        while True:
+            masks = block & (x == denoiser.mask_id)
+            due = s.due(masks.any(1))
+            drafting = masks.any(1) & ~due
+            if not (due | drafting).any():
+                break
+            for kind, rows in (("verify", due), ("full", drafting & ~s.stored),
+                               ("window", drafting & s.stored)):
+                ask = masks & rows[:, None]
+                if kind == "verify" and rows.any():
+                    checked = s.to_check(rows, block & ~masks)
+                    logits, judged = look_again(denoiser, view, x, ask, checked, visible,
+                                                kv if drafter is None else None, record)
+                    remask = s.judge(checked, judged, x)
+                    record.revise(x, remask, "remask")
+                elif ask.any():
+                    window = s.window(block, visible & (x == denoiser.mask_id), cache, kind)
+                    logits = (drafter or denoiser)(x, ask, visible, kv=kv, window=window,
+                                                   work=record.work)
+                    remask = torch.zeros_like(ask)
+                else:
+                    continue
+                verify_nfe = verify_nfe + (rows if kind == "verify" else 0)
+                tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
+                commit = (by_factor(score, ask, factor) if factor is not None
+                          else above_threshold(score, ask, threshold))
+                s.after(kind, rows, x == denoiser.mask_id, commit, remask, logits[commit[ask]],
+                        shared=drafter is None and kv is not None)
+                x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
+                record.step(x, commit, confidence)
+        if early_stop:
+            x = stop_at_eos(denoiser, x, P, end)
+    out = record.finish(denoiser, x)
+    out.verify_nfe, out.draft_nfe = verify_nfe, out.nfe - verify_nfe
+    return out
+
+
+def look_again(denoiser, view, x, ask, checked, visible, kv, record):
+    """The verifier's forward: logits of `ask` (N, V) and its view of `checked` (C, V)."""
+    if view == "leave_one_out":
+        return denoiser.leave_one_out(x, ask, checked, visible, kv=kv, work=record.work)
+    both = ask | checked
+    logits = denoiser(x, both, visible, kv=kv, work=record.work)
+    return logits[ask[both]], logits[checked[both]]
+
+
+class DualState:
+    """What sample_dual_diffusion keeps per row (B,) and per position (B, L) between forwards."""
+
+    def __init__(self, x, draft_steps, verify, max_revisions, max_rounds, adaptive):
+        rows, self.verify, self.adaptive = torch.zeros_like(x[:, 0]), verify, adaptive
+        self.max_revisions, self.max_rounds = max_revisions, max_rounds
+        self.K, self.most = rows + draft_steps, 4 * draft_steps
+        self.since, self.rounds = rows.clone(), rows.clone()    # forwards since, verifications
+        self.stored = rows > 0              # the cache holds this row, from its canvas or close to
+        self.clean = rows > 0               # ... exactly from its canvas
+        self.drafted = torch.zeros_like(x, dtype=torch.bool)    # committed, not verified since
+        self.stale, self.masks = self.drafted, self.drafted     # to check again; M one forward ago
+        self.revised, self.checks = torch.zeros_like(x), torch.zeros_like(x)
+        self.where, self.logits = torch.zeros_like(x), None     # draft logits at the commit (n, V)
+
+    def new_block(self):
+        """Verified rows start a block with the verifier's keys and values, others afresh."""
+        self.stored = self.stored & self.clean
+        self.drafted, self.stale = (torch.zeros_like(self.drafted) for _ in range(2))
+        self.since, self.logits = torch.zeros_like(self.since), None
+
+    def due(self, open_):
+        """Rows to verify now: K forwards since the last time, or nothing left to draft."""
+        if self.verify is verify_trust:
+            return torch.zeros_like(open_)
+        due = self.drafted.any(1) & ((self.since >= self.K) | ~open_)
+        return due if self.max_rounds is None else due & (self.rounds < self.max_rounds)
+
+    def to_check(self, rows, tokens):
+        """The drafted tokens of `rows`, and in adaptive mode those whose neighbourhood changed."""
+        again = self.stale & (self.checks <= self.max_revisions) & tokens
+        return (self.drafted | again) & rows[:, None] if self.adaptive else (
+            self.drafted & rows[:, None])
+
+    def judge(self, checked, judged, x):
+        """(B, L) bool, what to take back: the rule's word, but never a position that was taken
+        back max_revisions times, and per row fewer tokens than were drafted, the unlikeliest."""
+        tokens, draft = x[checked], self.logits[self.where[checked]]
+        bad = torch.zeros_like(checked).masked_scatter(checked, self.verify(judged, tokens, draft))
+        bad &= self.revised < self.max_revisions
+        p = judged.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        p = p.new_zeros(x.shape).masked_scatter(checked, p)
+        return top_k(-p, bad, (self.drafted.sum(1) - 1).clamp(min=0))
+
+    def window(self, block, masks, cache, kind):
+        """The columns that a drafter's forward recomputes, None: all."""
+        if cache is None or kind == "full":
+            return None
+        if cache == "dkv":      # ALGORITHMS: what was masked one forward ago, and what is now
+            return self.masks | masks
+        return block if cache == "dual" else since_first(block)
+
+    def after(self, kind, rows, masks, commit, remask, logits, shared):
+        """Bookkeeping after a forward of `rows`; logits (k, V) of what it committed."""
+        verified = kind == "verify"
+        checked = self.drafted & rows[:, None]
+        if verified:
+            share = remask.sum(1) / checked.sum(1).clamp(min=1)
+            self.rounds = self.rounds + rows
+            self.checks = self.checks + checked
+            self.stale = self.stale & ~rows[:, None]
+            self.drafted = self.drafted & ~checked
+            if self.adaptive:
+                self.K = torch.where(rows & (share > .25), (self.K // 2).clamp(min=1), self.K)
+                self.K = torch.where(rows & (share == 0), (self.K * 2).clamp(max=self.most), self.K)
+        self.since = torch.where(rows, 0 if verified else self.since + 1, self.since)
+        full = rows & (kind != "window")
+        self.stored = torch.where(full, shared or not verified, self.stored)
+        changed = commit | remask
+        self.clean = torch.where(rows, full & ~changed.any(1), self.clean)
+        self.masks = torch.where(rows[:, None], masks, self.masks)
+        near = F.max_pool1d(changed[:, None].float(), 9, stride=1, padding=4)[:, 0] > 0
+        self.stale = self.stale | (near & (self.checks > 0) & ~changed)
+        self.drafted = self.drafted | commit
+        self.revised = self.revised + remask
+        start = 0 if self.logits is None else len(self.logits)
+        self.where = self.where.masked_scatter(
+            commit, torch.arange(start, start + len(logits), device=commit.device))
+        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+
+
+def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds):
+    """The ValueErrors of sample_dual_diffusion's own knobs."""
+    for name, value, least in (("draft_steps", draft_steps, 1), ("max_revisions", max_revisions, 0),
+                               ("max_rounds", 0 if max_rounds is None else max_rounds, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
+    if not callable(verify):
+        raise ValueError(f"verify is {verify!r}, expected verify_trust, verify_kl, "
+                         "verify_confidence or a callable like them")
+    if view not in ("visible", "leave_one_out"):
+        raise ValueError(f"view is {view!r}, expected 'visible' or 'leave_one_out'")
+    if cache not in (None, "prefix", "dual", "dkv"):
+        raise ValueError(f"cache is {cache!r}, expected None, 'prefix', 'dual' or 'dkv'")
+    if drafter is not None and drafter.mask_id != denoiser.mask_id:
+        raise ValueError(f"the drafter's mask_id is {drafter.mask_id}, the verifier's "
+                         f"{denoiser.mask_id}: they need the same vocabulary")
+
+
+# ---------------------------------------------------------------------------------------------
+# 9. Likelihood and loss.
 
 def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, generator=None):
     """The training loss of a masked-diffusion model: cross-entropy of masked answer tokens.
@@ -1180,7 +1464,7 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
 
 
 # ---------------------------------------------------------------------------------------------
-# 9. Command line.
+# 10. Command line.
 
 EXAMPLES = (
     "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "
@@ -1190,7 +1474,8 @@ EXAMPLES = (
     "Write a function solve(nums) that takes the numbers in nums greater than 4, multiplies by 3 "
     "each and returns their sum.",
 )
-SAMPLERS = {"llada": sample_llada, "fast_dllm": sample_fast_dllm, "dkv": sample_dkv}
+SAMPLERS = {"llada": sample_llada, "fast_dllm": sample_fast_dllm, "dkv": sample_dkv,
+            "dual_diffusion": sample_dual_diffusion}
 OPTIONAL = ("block_length", "steps", "remasking", "cfg_scale", "threshold", "factor", "cache",
             "refresh")
 
