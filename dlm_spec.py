@@ -42,10 +42,12 @@ Glossary
                       fewer heads
 """
 import argparse
+import functools
 import inspect
 import itertools
 import math
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -72,6 +74,7 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2TokenizerFast,
 )
+from transformers.utils.logging import disable_progress_bar
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent / "notebooks" / "mini" / "model"
 
@@ -80,7 +83,7 @@ EMBEDDED_MODEL = Path(__file__).resolve().parent / "notebooks" / "mini" / "model
 # 1. The hook: the one place where this module meets transformers.
 
 def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, dropout=0.0,
-                            kv=None, **_):
+                            kv=None, softcap=None, s_aux=None, **_):
     """Attention without a causal mask, for any model that takes its attention from transformers'
     AttentionInterface (Llama, Qwen2, Qwen3, ...), unedited:
     `model.set_attn_implementation("dlm_spec")`.
@@ -93,8 +96,12 @@ def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, 
         kv: any keyword given to `model(...)` arrives here. An object with
             `attend(layer, q, k, v, attention_mask, scaling) -> (B, H, n, d)` takes over,
             see KVCache.
-    Returns: (B, n, H, d) and None, as the interface wants it.
+    Returns: (B, n, H, d) and None, as the interface wants it. ValueError on what only some models
+    ask of their attention (Gemma 2's softcap, gpt-oss's sinks) and a fused kernel does not do.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__} wants soft-capped attention or attention sinks, "
+                         "which the dlm_spec attention does not do")
     if kv is not None:
         out = kv.attend(module.layer_idx, q, k, v, attention_mask, scaling)
     else:
@@ -175,9 +182,10 @@ class Denoiser:
     """A masked-diffusion model as a function of the canvas.
 
     Args:
-        model: a transformers causal LM (it is switched to the `dlm_spec` attention), or any
+        model: a transformers causal LM (put into eval mode and the `dlm_spec` attention), or any
             callable `model(input_ids=, attention_mask=, position_ids=, use_cache=, **kw)` whose
-            result has `.logits` (B, L, V).
+            result has `.logits` (B, L, V). attention_mask is bool (B, 1, 1, L), or None without
+            padding; samplers with a cache also pass `kv=`.
         mask_id: the id of M. Never predicted.
         eos_ids: ids that end a text, the end-of-sequence token first.
         pad_id: filler of left-padded prompts (default: the first of eos_ids, else 0).
@@ -192,21 +200,36 @@ class Denoiser:
             raise ValueError(f"mask_id is {mask_id!r}, expected the id of the mask token: this "
                              "checkpoint's files do not name it, so pass it, e.g. "
                              "load_denoiser(..., mask_id=126336) for LLaDA, 151666 for Dream")
+        config = getattr(model, "config", None)
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise ValueError(f"{type(model).__name__} has layers with sliding_attention, which the "
+                             "bidirectional hook does not do")
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation("dlm_spec")
             model.eval()
         self.model, self.mask_id, self.eos_ids, self.shift = model, mask_id, tuple(eos_ids), shift
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids + (0,))[0]
+        for name, i in (("mask_id", mask_id), ("pad_id", self.pad_id)):
+            if self.n_embeddings is not None and not 0 <= i < self.n_embeddings:
+                raise ValueError(f"{name} is {i}, but the model has {self.n_embeddings} embeddings")
         self.n_tokens, self.tokenizer = n_tokens, tokenizer
         self._head = (model.get_output_embeddings() if hasattr(model, "get_output_embeddings")
                       else None)
 
     @property
+    def n_embeddings(self):
+        """How many ids the model can take; None for a plain callable."""
+        if not hasattr(self.model, "get_input_embeddings"):
+            return None
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
     def device(self):
         """Where the canvas has to be."""
-        if hasattr(self.model, "get_input_embeddings"):
+        if self.n_embeddings is not None:
             return self.model.get_input_embeddings().weight.device
-        return getattr(self.model, "device", torch.device("cpu"))
+        first = next(iter(getattr(self.model, "parameters", tuple)()), None)
+        return getattr(self.model, "device", torch.device("cpu") if first is None else first.device)
 
     def __call__(self, x, ask, attention_mask=None, *, cfg_scale=0.0, given=None, work=None,
                  kv=None, window=None):
@@ -227,7 +250,11 @@ class Denoiser:
         if cfg_scale and (given is None or kv is not None):
             raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
                              "and takes no kv")
+        if window is not None and (kv is None or not (kv.k or self._head is None)):
+            raise ValueError("a window needs a kv that an earlier forward has filled")
         live = ask.any(1)
+        if not live.any():
+            raise ValueError("ask is False everywhere: there is nothing to forward")
         rows = None if live.all() else live.nonzero()[:, 0]
         B, x, ask = len(x), x[live], ask[live]
         visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
@@ -235,7 +262,7 @@ class Denoiser:
         row, column = ask.nonzero(as_tuple=True)
         if self.shift:      # position i is read at i-1, a row's first token at itself
             column = column - (position_ids[row, column] > 0).long()
-        look = None if attention_mask is None else visible[:, None, None]
+        look = None if visible.all() else visible[:, None, None]      # no mask: the faster kernels
         cost, positions = visible.sum(1), None
         if window is not None:
             window = window[live] & visible
@@ -253,14 +280,14 @@ class Denoiser:
             work.positions[live] += cost * (1 + bool(cfg_scale))
             work.calls += 1
         if not cfg_scale:
-            return self._ban(self._forward(x, row, column, look, position_ids, kv))
+            return self.ban(self._forward(x, row, column, look, position_ids, kv))
         R = len(x)          # conditional and unconditional canvases in one batch, with their masks
         both = torch.cat([x, x.masked_fill(given[live], self.mask_id)])
         logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
                                None if look is None else torch.cat([look, look]),
                                torch.cat([position_ids, position_ids]), None)
         c, u = logits.chunk(2)
-        return self._ban(u + (cfg_scale + 1) * (c - u))
+        return self.ban(u + (cfg_scale + 1) * (c - u))
 
     def leave_one_out(self, x, ask, checked, attention_mask=None, *, work=None, kv=None):
         """One full forward that also judges the `checked` (B, L) tokens without themselves.
@@ -298,7 +325,7 @@ class Denoiser:
             work.nfe[live] += 1
             work.positions[live] += visible.sum(1) + checked.sum(1)
             work.calls += 1
-        logits = self._ban(self._forward(
+        logits = self.ban(self._forward(
             torch.cat([x, token], 1), torch.cat([row, c_row]),
             torch.cat([column - late[row, column], L + c_index]), look[:, None],
             torch.cat([position_ids, position_ids.gather(1, source)], 1), kv))
@@ -318,7 +345,8 @@ class Denoiser:
                 handle.remove()
         return logits if self._head is not None else logits[row, column]
 
-    def _ban(self, logits):
+    def ban(self, logits):
+        """Logits (N, V) with M and the padded vocabulary rows at -inf, in place."""
         if self.n_tokens is not None:
             logits[:, self.n_tokens:] = -torch.inf
         if self.mask_id < logits.shape[1]:
@@ -366,7 +394,8 @@ class Denoiser:
 
     def decode(self, ids, *, trim=True):
         """Texts of (B, n) ids or a list of rows, as a list of str;
-        with `trim` each ends before its first eos id."""
+        with `trim` each ends before its first eos id (for whole sequences, which may begin with
+        eos as padding, trim=False)."""
         if self.tokenizer is None:
             raise ValueError("this denoiser has no tokenizer: "
                              "pass one to Denoiser(..., tokenizer=)")
@@ -499,6 +528,8 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
     another shape, when the architecture cannot be mapped, and when no mask id is known.
     """
     name = os.path.expanduser(str(name_or_path if name_or_path is not None else EMBEDDED_MODEL))
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device here")
     placed = [k for k in ("device_map", "quantization_config")
               if from_pretrained.get(k) is not None]
     _check_from_pretrained(from_pretrained, device, placed)
@@ -567,9 +598,6 @@ def _stock_config(name, kind, hub):
     except (ValueError, KeyError) as e:
         raise ValueError(f"model_type {kind!r} of {name!r} is neither LLaDA, nor Dream, nor known "
                          "to this transformers; code of a checkpoint is never run") from e
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(f"{name!r} has layers with sliding_attention, "
-                         "which the bidirectional hook does not do")
     return config
 
 
@@ -656,11 +684,14 @@ def draw(shape, generator, rows, *, dtype, device):
     generator: None, a torch.Generator, or a list with one per row of the batch; with a list a row
     draws the same numbers in any batch.
     """
+    def rand(size, g):      # drawn where the generator lives
+        where = device if g is None else g.device
+        return torch.rand(size, generator=g, dtype=dtype, device=where).to(device)
+
     if not isinstance(generator, (list, tuple)):
-        return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+        return rand(shape, generator)
     counts = torch.bincount(rows, minlength=len(generator)).tolist()
-    return torch.cat([torch.rand((n, *shape[1:]), generator=g, dtype=dtype, device=device)
-                      for n, g in zip(counts, generator)])
+    return torch.cat([rand((n, *shape[1:]), g) for n, g in zip(counts, generator)])
 
 
 def gumbel_argmax(logits, temperature, generator=None, rows=None):
@@ -706,9 +737,8 @@ def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_con
     ValueError on logits that are NaN, +inf, or all -inf.
     """
     x0 = gumbel_argmax(logits, temperature, generator, rows)
-    scale = temperature if tempered_confidence else 1.0
-    confidence = confidence_of(logits / scale if scale != 1.0 else logits, x0, remasking, generator,
-                               rows)
+    tempered = logits.float() / temperature if tempered_confidence else logits
+    confidence = confidence_of(tempered, x0, remasking, generator, rows)
     sane = logits.amax(1).isfinite() if remasking == "random" else confidence.isfinite()
     if not sane.all():
         bad = int((~sane).nonzero()[0])
@@ -729,7 +759,7 @@ def propose(denoiser, x, ask, logits, *, temperature=0.0, remasking="low_confide
     if suppress_eos:
         logits[:, denoiser.eos_ids[0]] = -torch.inf
     if logits_processor is not None:
-        logits = logits_processor(x[rows], logits)
+        logits = denoiser.ban(logits_processor(x[rows], logits))
     x0, c = predict(logits, temperature=temperature, remasking=remasking, generator=generator,
                     tempered_confidence=tempered_confidence, rows=rows)
     tokens = x.masked_scatter(ask, x0)
@@ -788,6 +818,11 @@ def by_factor(score, ask, factor):
     return top_k(score, ask, holds.sum(1).clamp(min=1))
 
 
+def since_first(flag):
+    """(B, L) bool -> True from each row's first True on."""
+    return flag.cumsum(1) > 0
+
+
 def block_bounds(P, gen_length, block_length):
     """[(start, end), ...] of the blocks after a prompt of P tokens; the last one may be short.
 
@@ -809,7 +844,7 @@ class DecodeOutput:
     calls: model calls.
     tokens_per_forward: (B,) generated tokens before the first eos, per forward.
     commit_step, commit_confidence: (B, L) at which of its row's forwards (from 1) a position was
-        last filled and how sure the model was; 0 and 1 on given tokens.
+        last filled and how sure the model was; 0 and 1 on given tokens and what early_stop fills.
     draft_nfe, verify_nfe: (B,) of sample_dual_diffusion: its drafter's and verifier's forwards.
     revisions: [(row, forward, position, old token, kind), ...] of tokens taken back; kind "remask"
         or "replace".
@@ -844,19 +879,19 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
     if isinstance(prompt, (list, tuple)):
         if not prompt:
             raise ValueError("prompt is an empty list, expected at least one row")
-        rows = ([prompt] if all(isinstance(t, int) for t in prompt)
-                else [torch.as_tensor(r).tolist() for r in prompt])
+        rows = [_ids_of(r) for r in prompt]
+        rows = [torch.stack(rows)] if all(r.ndim == 0 for r in rows) else rows
+        if any(r.ndim != 1 for r in rows):
+            raise ValueError(f"prompt is a list of {[tuple(r.shape) for r in rows][:4]}, expected "
+                             "rows of ids; what `encode` gives is a pair: ids, mask = ...")
         if attention_mask is not None and len({len(r) for r in rows}) > 1:
             raise ValueError("prompt is a list of rows of different lengths, which makes its own "
                              "attention_mask: drop yours")
-        prompt, own_mask = pad_left(rows, denoiser.pad_id)
+        prompt, own_mask = pad_left([r.tolist() for r in rows], denoiser.pad_id)
         attention_mask = own_mask if attention_mask is None else attention_mask
-    if (not isinstance(prompt, Tensor) or prompt.dtype not in (torch.int64, torch.int32)
-            or prompt.ndim not in (1, 2)):
-        got = (f"{prompt.dtype} of shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor)
-               else type(prompt).__name__)
-        raise ValueError(f"prompt is {got}, expected integer ids of shape (B, P)")
-    prompt = prompt.to(denoiser.device).long()
+    prompt = _ids_of(prompt).to(denoiser.device).long()
+    if prompt.ndim not in (1, 2):
+        raise ValueError(f"prompt has shape {tuple(prompt.shape)}, expected (B, P)")
     prompt = prompt[None] if prompt.ndim == 1 else prompt
     B, P = prompt.shape
     if B == 0:
@@ -870,13 +905,14 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
         if attention_mask.shape != prompt.shape and attention_mask.shape != prompt.shape[-1:]:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, "
                              f"the prompt {(B, P)}")
-        visible = attention_mask.to(prompt.device).bool().view(-1, P).expand(B, P)
+        visible = attention_mask.to(prompt.device).bool().expand(B, P)
         if (visible[:, :-1] & ~visible[:, 1:]).any():
             raise ValueError("attention_mask must be left padding: zeros, then ones, in every row")
         if gen_length == 0 and not visible.any(1).all():
             raise ValueError("attention_mask leaves nothing of row "
                              f"{int((~visible.any(1)).nonzero()[0])}")
     _check_ids(denoiser, prompt, visible)
+    prompt = prompt.masked_fill(~visible, denoiser.pad_id)
     x = torch.cat([prompt, prompt.new_full((B, gen_length), denoiser.mask_id)], dim=1)
     limit = getattr(getattr(denoiser.model, "config", None), "max_position_embeddings", None)
     if limit is not None and x.shape[1] > limit:
@@ -885,10 +921,22 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
     return x, F.pad(visible, (0, gen_length), value=True), P
 
 
+def _ids_of(value):
+    """A tensor of whole numbers, or a ValueError."""
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.empty(0)
+    if ids.dtype not in (torch.int64, torch.int32) and (ids.numel() or isinstance(value, Tensor)):
+        raise ValueError(f"prompt holds {ids.dtype}, expected integer ids")
+    if ids.numel() == 0 and not isinstance(value, Tensor) and len(value):
+        raise ValueError(f"prompt is {type(value).__name__} {str(value)[:40]!r}, expected integer "
+                         "ids of shape (B, P)")
+    return ids.long()
+
+
 def _check_ids(denoiser, prompt, visible):
-    embedding = (denoiser.model.get_input_embeddings()
-                 if hasattr(denoiser.model, "get_input_embeddings") else None)
-    V = None if embedding is None else embedding.weight.shape[0]
+    V = denoiser.n_embeddings
     bad = visible & ((prompt < 0) | (prompt >= V if V is not None else False))
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
@@ -919,6 +967,20 @@ def check_knobs(denoiser, B, block_length, *, temperature, remasking, tempered_c
                          "postpone_eos and early_stop would do nothing")
 
 
+def check_rule(threshold, factor=None, steps=None):
+    """The commit rule's ValueErrors; returns the threshold in force, 0.9 when nothing is given."""
+    given = {k: v for k, v in dict(threshold=threshold, factor=factor, steps=steps).items()
+             if v is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} were given, each a rule of its own: pass one")
+    for name in given.keys() - {"steps"}:
+        if not (math.isfinite(given[name]) and given[name] >= 0):
+            raise ValueError(f"{name} is {given[name]}, expected a number from 0")
+    if threshold is not None and threshold > 1:
+        raise ValueError(f"threshold is {threshold}, expected a probability, at most 1")
+    return 0.9 if not given else threshold
+
+
 class Recorder:
     """Follows a decode: counts its work, remembers commits, feeds callback,
     history and streamer."""
@@ -947,9 +1009,24 @@ class Recorder:
             self.history.append(x.clone())
         if self.callback is not None:
             self.callback({"x": x, "committed": committed, "confidence": confidence,
-                           "nfe": self.work.nfe, "calls": self.work.calls, "prompt_length": self.P})
+                           "nfe": self.work.nfe.clone(), "calls": self.work.calls,
+                           "prompt_length": self.P})
         if hasattr(self.streamer, "put_draft"):
             self.streamer.put_draft(x[:, self.P:].cpu())
+
+    def stop_at_eos(self, denoiser, x, end):
+        """Early stop after a block that ends at `end`: behind a row's first eos all becomes
+        eos_ids[0], which counts as given, not as committed."""
+        open_ = before_eos(x[:, self.P:end], denoiser.eos_ids)
+        after = ~F.pad(open_, (1, 0), value=True)[:, :-1]           # strictly behind the first eos
+        rest = (~open_.all(1))[:, None].expand(-1, x.shape[1] - end)
+        filled = torch.cat([F.pad(after, (self.P, 0), value=False), rest], dim=1)
+        self.commit_step = self.commit_step.masked_fill(filled, 0)
+        self.commit_confidence = self.commit_confidence.masked_fill(filled, 1.0)
+        x = x.masked_fill(filled, denoiser.eos_ids[0])
+        if self.history is not None:
+            self.history[-1] = x.clone()
+        return x
 
     def finish(self, denoiser, x):
         """The DecodeOutput."""
@@ -1029,17 +1106,8 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
             x = torch.where(commit, tokens, x)
             record.step(x, commit, confidence)
         if early_stop:
-            x = stop_at_eos(denoiser, x, P, end)
+            x = record.stop_at_eos(denoiser, x, end)
     return record.finish(denoiser, x)
-
-
-def stop_at_eos(denoiser, x, P, end):
-    """Rows with an eos in x[:, P:end]: everything after the first one becomes eos_ids[0]."""
-    open_ = before_eos(x[:, P:end], denoiser.eos_ids)
-    after = ~F.pad(open_, (1, 0), value=True)[:, :-1]           # strictly behind the first eos
-    after = F.pad(after, (P, 0), value=False)
-    rest = (~open_.all(1))[:, None].expand(-1, x.shape[1] - end)
-    return x.masked_fill(torch.cat([after, rest], dim=1), denoiser.eos_ids[0])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1086,25 +1154,8 @@ def sample_fast_dllm(denoiser, prompt, *, gen_length=128, block_length=32, thres
             if cache:
                 window = block if cache == "dual" else since_first(block) & visible
         if early_stop:
-            x = stop_at_eos(denoiser, x, P, end)
+            x = record.stop_at_eos(denoiser, x, end)
     return record.finish(denoiser, x)
-
-
-def check_rule(threshold, factor=None, steps=None):
-    """The commit rule's ValueErrors; returns the threshold in force, 0.9 when nothing is given."""
-    given = {k: v for k, v in dict(threshold=threshold, factor=factor, steps=steps).items()
-             if v is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were given, each a rule of its own: pass one")
-    for name in given.keys() - {"steps"}:
-        if not (math.isfinite(given[name]) and given[name] >= 0):
-            raise ValueError(f"{name} is {given[name]}, expected a number from 0")
-    return 0.9 if not given else threshold
-
-
-def since_first(flag):
-    """(B, L) bool -> True from each row's first True on."""
-    return flag.cumsum(1) > 0
 
 
 @torch.no_grad()
@@ -1152,7 +1203,7 @@ def sample_dkv(denoiser, prompt, *, gen_length=128, block_length=32, steps=None,
             record.step(x, commit, confidence)
             step += 1
         if early_stop:
-            x = stop_at_eos(denoiser, x, P, end)
+            x = record.stop_at_eos(denoiser, x, end)
     return record.finish(denoiser, x)
 
 
@@ -1175,7 +1226,7 @@ def verify_kl(judged, tokens, draft, *, tau=0.5, stochastic=False, generator=Non
     kl = (p.exp() * (p - q)).nan_to_num(nan=0.0, neginf=0.0).sum(-1)      # 0 where p is 0
     if not stochastic:
         return kl > tau
-    u = torch.rand(kl.shape, generator=generator, device=kl.device)
+    u = draw(kl.shape, generator, None, dtype=kl.dtype, device=kl.device)
     return u < -torch.expm1(-kl / tau)
 
 
@@ -1266,7 +1317,7 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                 x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
                 record.step(x, commit, confidence)
         if early_stop:
-            x = stop_at_eos(denoiser, x, P, end)
+            x = record.stop_at_eos(denoiser, x, end)
     out = record.finish(denoiser, x)
     out.verify_nfe, out.draft_nfe = verify_nfe, out.nfe - verify_nfe
     return out
@@ -1402,9 +1453,10 @@ def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, 
     if answer.shape != x.shape or not answer.any(1).all():
         raise ValueError(f"answer has shape {tuple(answer.shape)} and x {(B, L)}; "
                          "every row needs an answer token")
-    t = (torch.rand((), generator=generator) + torch.arange(B) / B) % 1
-    t = t.clamp(min=1e-3).to(x.device)
-    masked = answer & (torch.rand(B, L, generator=generator).to(x.device) < t[:, None])
+    u = draw((1,), generator, None, dtype=torch.float32, device=x.device)
+    t = ((u + torch.arange(B, device=x.device) / B) % 1).clamp(min=1e-3)
+    noise = draw((B, L), generator, None, dtype=torch.float32, device=x.device)
+    masked = answer & (noise < t[:, None])
     first = int(answer.any(0).int().argmax())  # the head runs from the first answer column on
     columns = None if attention_mask is None else attention_mask.bool()[:, None, None]
     logits = model(input_ids=x.masked_fill(masked, mask_id), attention_mask=columns,
@@ -1433,12 +1485,15 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
     if n_samples < 1 or batch_size < 1:
         raise ValueError(f"n_samples is {n_samples} and batch_size {batch_size}, "
                          "expected at least 1")
-    x, visible, P = start_canvas(denoiser, prompt, attention_mask, 0)
-    if (visible & (x == denoiser.mask_id)).any():
-        raise ValueError("the prompt holds mask tokens: a likelihood needs a complete prompt")
-    answer = [torch.as_tensor(a, device=x.device).long().view(-1) for a in answer]
-    if len(answer) != len(x) or min(map(len, answer)) == 0:
-        raise ValueError(f"{len(x)} prompts but {len(answer)} answers, or an answer is empty")
+    answer = [_ids_of(a) for a in answer]
+    if any(a.ndim != 1 or len(a) == 0 for a in answer):
+        raise ValueError("answer must be one list of ids per prompt, none of them empty")
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, max(map(len, answer), default=0))
+    x, visible, answer = x[:, :P], visible[:, :P], [a.to(x.device) for a in answer]
+    if len(answer) != len(x):
+        raise ValueError(f"{len(x)} prompts but {len(answer)} answers")
+    if (visible & (x == denoiser.mask_id)).any() or any(denoiser.mask_id in a for a in answer):
+        raise ValueError("a prompt or an answer holds mask tokens: a likelihood needs whole texts")
     where = x.device if generator is None else generator.device
     total = []
     for row, a in enumerate(answer):
@@ -1447,7 +1502,8 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
         full, shown = torch.cat([x[row], a]), F.pad(visible[row], (0, n), value=True)
         offset = torch.rand((), generator=generator, device=where, dtype=torch.float64)
         # in 1..n
-        counts = ((offset + torch.arange(n_samples, device=where) / n_samples) % 1 * n).long() + 1
+        spread = torch.arange(n_samples, device=where, dtype=torch.float64) / n_samples
+        counts = ((offset + spread) % 1 * n).long() + 1
         estimates = []
         for l in counts.split(batch_size):
             rank = torch.rand(len(l), n, generator=generator, device=where).argsort(1).argsort(1)
@@ -1477,14 +1533,16 @@ EXAMPLES = (
 SAMPLERS = {"llada": sample_llada, "fast_dllm": sample_fast_dllm, "dkv": sample_dkv,
             "dual_diffusion": sample_dual_diffusion}
 OPTIONAL = ("block_length", "steps", "remasking", "cfg_scale", "threshold", "factor", "cache",
-            "refresh")
+            "refresh", "draft_steps", "verify", "view", "adaptive")
+VERIFIERS = {"trust": verify_trust, "kl": verify_kl, "confidence": verify_confidence}
 
 
 class LiveCanvas:
     """A callback that shows the canvas filling: redrawn in place on a terminal,
     else a line per forward."""
 
-    def __init__(self, denoiser, out=sys.stdout):
+    def __init__(self, denoiser, out=None):
+        out = out or sys.stdout
         self.denoiser, self.out, self.height, self.last = denoiser, out, 0, ""
         self.tty = out.isatty()
 
@@ -1507,8 +1565,9 @@ class LiveCanvas:
                 print(f"{nfe:4d} | {' / '.join(text.splitlines())}", file=self.out, flush=True)
             self.last = text
             return
-        lines = [piece for line in text.splitlines() or [""]
-                 for piece in textwrap.wrap(line, 96, drop_whitespace=False) or [""]]
+        columns, rows = shutil.get_terminal_size()
+        lines = [piece for line in text.splitlines() or [""] for piece in
+                 textwrap.wrap(line, columns - 1, drop_whitespace=False) or [""]][2 - rows:]
         up = f"\033[{self.height}A\r" if self.height else ""
         print(f"{up}\033[J\033[33m" + "\n".join(lines) + f"\033[0m\n[forward {nfe}]", file=self.out,
               flush=True)
@@ -1537,8 +1596,16 @@ def main(argv=None):
     cli.add_argument("--cfg-scale", type=float, help="llada: classifier-free guidance")
     cli.add_argument("--threshold", type=float, help="fast_dllm, dkv: commit from this confidence")
     cli.add_argument("--factor", type=float, help="fast_dllm: commit by rank instead")
-    cli.add_argument("--cache", choices=("prefix", "dual"), help="fast_dllm: reuse keys and values")
+    cli.add_argument("--cache", choices=("prefix", "dual", "dkv"),
+                     help="fast_dllm (prefix, dual), dual_diffusion: reuse keys and values")
     cli.add_argument("--refresh", type=int, help="dkv: a full forward every so many steps")
+    cli.add_argument("--draft-steps", type=int, help="dual_diffusion: K, forwards per verification")
+    cli.add_argument("--verify", choices=sorted(VERIFIERS), help="dual_diffusion: the rule")
+    cli.add_argument("--tau", type=float, help="dual_diffusion: the rule's threshold")
+    cli.add_argument("--view", choices=("visible", "leave_one_out"),
+                     help="dual_diffusion: what the verifier sees of a checked token")
+    cli.add_argument("--adaptive", action="store_true", default=None,
+                     help="dual_diffusion: K follows the share taken back")
     cli.add_argument("--postpone-eos", action="store_true",
                      help="fill end-of-text tokens last in their block")
     cli.add_argument("--early-stop", action="store_true",
@@ -1546,6 +1613,9 @@ def main(argv=None):
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--quiet", action="store_true", help="no canvas, the answer only")
     args = cli.parse_args(argv)
+    disable_progress_bar()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     try:
         denoiser = load_denoiser(args.model, device=args.device, mask_id=args.mask_id,
                                  dtype=getattr(torch, args.dtype) if args.dtype else None)
@@ -1555,6 +1625,11 @@ def main(argv=None):
         cli.exit(2, f"dlm_spec.py: {e}\n")
     except KeyboardInterrupt:
         cli.exit(130, "\nstopped\n")
+    except BrokenPipeError:         # the reader of a pipe has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        cli.exit(141)
+    except OSError as e:
+        cli.exit(1, f"dlm_spec.py: {e}\n")
 
 
 def _solve(denoiser, problem, args):
@@ -1562,8 +1637,16 @@ def _solve(denoiser, problem, args):
     ids, mask = denoiser.encode(problem)
     sampler = SAMPLERS[args.sampler]
     knobs = {k: v for k in OPTIONAL if (v := getattr(args, k)) is not None}
-    if extra := knobs.keys() - inspect.signature(sampler).parameters:
+    if args.tau is not None:
+        if args.verify == "trust":
+            raise ValueError("--verify trust accepts everything: it has no --tau")
+        knobs["tau"] = args.tau
+    if extra := knobs.keys() - {*inspect.signature(sampler).parameters,
+                                *(["tau"] if args.sampler == "dual_diffusion" else [])}:
         raise ValueError(f"--sampler {args.sampler} has no {', '.join(sorted(extra))}")
+    if args.sampler == "dual_diffusion":
+        rule, tau = VERIFIERS[args.verify or "confidence"], knobs.pop("tau", None)
+        knobs["verify"] = rule if tau is None else functools.partial(rule, tau=tau)
     start = time.perf_counter()
     out = sampler(denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
                   temperature=args.temperature, postpone_eos=args.postpone_eos,
