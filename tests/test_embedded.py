@@ -1,4 +1,5 @@
 """The embedded model end to end: a newcomer's first command, and that it solves its problems."""
+import re
 import subprocess
 import sys
 import warnings
@@ -75,7 +76,12 @@ def test_the_command_line_takes_a_problem_and_knobs(capsys):
 @pytest.mark.parametrize("argv, message", [
     (["hello", "--steps", "0"], "steps is 0"), (["", "--device", "cpu"], "is ''"),
     (["hello", "--model", "/no/such/folder"], "no model folder '/no/such/folder'"),
-    (["hello", "--gen-length", "9999"], "the model takes")])
+    (["hello", "--gen-length", "9999"], "the model takes"),
+    (["hello", "--sampler", "dkv", "--factor", "1"], "--sampler dkv has no factor"),
+    (["hello", "--sampler", "llada", "--tau", "1"], "--sampler llada has no tau"),
+    (["hello", "--sampler", "dual_diffusion", "--verify", "trust", "--tau", "1"], "has no --tau"),
+    pytest.param(["hello", "--device", "cuda"], "torch sees no CUDA device",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"))])
 def test_the_command_line_says_what_is_wrong(argv, message, capsys):
     with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -102,6 +108,50 @@ def test_the_live_canvas_redraws_in_place_on_a_terminal(denoiser):
                           callback=dlm_spec.LiveCanvas(denoiser, screen))
     assert screen.text.count("[forward") == 4 and screen.text.count("\033[J") == 4
     assert "\033[2A" in screen.text
+
+
+@pytest.mark.parametrize("argv", [
+    ["--sampler", "fast_dllm", "--cache", "prefix", "--threshold", ".8", "--block-length", "16"],
+    ["--sampler", "dkv", "--steps", "32", "--refresh", "4"],
+    ["--sampler", "dual_diffusion", "--verify", "kl", "--tau", ".2", "--adaptive", "--early-stop"]])
+def test_every_sampler_has_its_knobs_on_the_command_line(argv, capsys):
+    dlm_spec.main(["Ann has 5 pens. She buys 4 more. How many pens are left?", "--device", "cpu",
+                   "--quiet", *argv])
+    assert "forwards" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    run = subprocess.run(f"{sys.executable} dlm_spec.py --device cpu | head -1", cwd=ROOT,
+                         shell=True, text=True, capture_output=True, timeout=300)
+    assert "Traceback" not in run.stderr and "Exception" not in run.stderr
+
+
+def test_the_readme_s_ten_lines_run():
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True,
+                         timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "####" in run.stdout and "Answer: B" in run.stdout
+
+
+def test_the_copy_promise_of_the_readme_holds(tmp_path):
+    """The imports and sections 1, 2, 4, 5 and a sampler's own run in an empty file."""
+    text = (ROOT / "dlm_spec.py").read_text()
+    head = text[text.index("import argparse"):text.index("EMBEDDED_MODEL")]
+    parts = re.split(r"(?m)^# -{80,}\n(?=# \d+\. )", text)
+    sections = {int(p[2:p.index(".")]): p for p in parts if re.match(r"# \d+\. ", p)}
+    for n, call in ((6, "sample_llada(d, [[1, 2]], steps=3"), (7, "sample_fast_dllm(d, [[1, 2]]"),
+                    (7, "sample_dkv(d, [[1, 2]]"), (8, "sample_dual_diffusion(d, [[1, 2]]")):
+        body = "".join(sections[i] for i in (1, 2, 4, 5, n))
+        (tmp_path / "copied.py").write_text(head + body + f"""
+config = LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, intermediate_size=16,
+                     num_attention_heads=2, num_key_value_heads=2)
+d = Denoiser(LlamaForCausalLM(config), 39, eos_ids=(5,))
+print({call}, gen_length=6, block_length=3, early_stop=True).sequences.shape)
+""")
+        run = subprocess.run([sys.executable, "copied.py"], cwd=tmp_path, text=True,
+                             capture_output=True, timeout=120)
+        assert "torch.Size([1, 8])" in run.stdout, run.stderr
 
 
 def test_unknown_words_are_named(denoiser):

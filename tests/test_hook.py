@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import VOCAB, M, Table, no_mask, oracle, random_ids, tiny_llama, tiny_qwen2, tiny_qwen3
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
 from dlm_spec import Denoiser, KVCache, Work
 
@@ -581,3 +581,28 @@ def test_text_without_a_tokenizer_is_an_error():
         d.encode("how many")
     with pytest.raises(ValueError, match="tokenizer"):
         d.decode([[1, 2]])
+
+
+def test_attention_that_the_hook_does_not_do_is_refused():
+    """Soft-capped logits and sliding windows would silently be left out."""
+    config = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+    capped = Gemma2ForCausalLM(Gemma2Config(attn_logit_softcapping=.5, **config,
+                                            layer_types=["full_attention"] * 2))
+    with pytest.raises(ValueError, match="soft-capped"):
+        Denoiser(capped, M)(random_ids(1, 4), torch.ones(1, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="sliding_attention"):
+        Denoiser(Gemma2ForCausalLM(Gemma2Config(**config)), M)
+
+
+def test_misuse_of_the_denoiser_is_named():
+    denoiser, ask = Denoiser(tiny_llama(1), M), torch.ones(1, 4, dtype=torch.bool)
+    for kv in (None, KVCache()):
+        with pytest.raises(ValueError, match="a kv that an earlier forward has filled"):
+            denoiser(random_ids(1, 4), ask, kv=kv, window=ask)
+    with pytest.raises(ValueError, match="ask is False everywhere"):
+        denoiser(random_ids(1, 4), ~ask)
+    with pytest.raises(ValueError, match="mask_id is 60, but the model has 40 embeddings"):
+        Denoiser(tiny_llama(1), 60)
+    with pytest.raises(ValueError, match="pad_id is 70"):
+        Denoiser(tiny_llama(1), M, pad_id=70)

@@ -1,6 +1,7 @@
 """sample_llada: orders worked out by hand on tables, then batches, masks, stops and errors."""
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import Table, random_ids, tiny_llama, tiny_qwen2
@@ -345,6 +346,52 @@ def test_guidance_moves_the_prediction_away_from_the_unconditional_one():
     assert sample_llada(d, torch.tensor([[1]]), gen_length=1).generated.tolist() == [[4]]
     assert sample_llada(d, torch.tensor([[1]]), gen_length=1,
                         cfg_scale=2.0).generated.tolist() == [[3]]
+
+
+def test_a_processor_that_lifts_the_mask_is_overruled():
+    """M is never emitted, whatever a LogitsProcessor says."""
+    for sampler in (sample_llada, dlm_spec.sample_fast_dllm, dlm_spec.sample_dual_diffusion):
+        out = sampler(Denoiser(tiny_llama(1), 39), [[3, 4]], gen_length=4, block_length=4,
+                      logits_processor=lambda ids, z: z.index_fill(1, torch.tensor([39]), 99.0))
+        assert (out.sequences != 39).all()
+
+
+def test_early_stop_shows_in_the_history_and_counts_as_given():
+    d = denoiser_of(table({}, {2: .9}, {EOS: .8}, {3: .7}, {4: .9}), eos_ids=(EOS,))
+    out = sample_llada(d, [[1]], gen_length=4, block_length=3, early_stop=True, history=True)
+    assert torch.equal(out.history[-1], out.sequences)
+    assert out.commit_step.tolist() == [[0, 1, 2, 0, 0]]
+    assert out.commit_confidence[0, 3:].tolist() == [1, 1]
+
+
+def test_what_the_callback_was_given_stays():
+    steps = []
+    sample_llada(denoiser_of(ORDER), [[1]], gen_length=4, callback=steps.append)
+    assert [int(s["nfe"][0]) for s in steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("prompt", [
+    [3, 4], [[3, 4]], (3, 4), torch.tensor([3, 4]), torch.tensor([[3, 4]], dtype=torch.int32),
+    [torch.tensor([3, 4])], list(torch.tensor([3, 4])), np.array([3, 4]), [np.array([3, 4])],
+    np.array([[3, 4]]), list(np.array([3, 4]))])
+def test_prompts_come_in_many_forms(prompt):
+    want = sample_llada(denoiser_of(ORDER), torch.tensor([[3, 4]]), gen_length=3).sequences
+    assert torch.equal(sample_llada(denoiser_of(ORDER), prompt, gen_length=3).sequences, want)
+
+
+def test_hidden_ids_never_reach_the_model():
+    """Padding may hold anything, -100 included."""
+    d = Denoiser(tiny_llama(1), 39)
+    a, b = (sample_llada(d, torch.tensor([[pad, 3]]), attention_mask=[[0, 1]], gen_length=3)
+            for pad in (-100, 7))
+    assert torch.equal(a.generated, b.generated)
+
+
+def test_a_cpu_generator_serves_any_device():
+    """Numbers are drawn where the generator lives, then moved."""
+    u = dlm_spec.draw((3, 2), torch.Generator().manual_seed(0), None, dtype=torch.float64,
+                      device="meta")
+    assert u.device.type == "meta" and u.shape == (3, 2)
 
 
 BAD = [

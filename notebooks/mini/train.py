@@ -66,31 +66,33 @@ def build_tokenizer():
 
 
 def batches(tokenizer, size, seed, mix, skip=0):
-    """Endless training batches (x, answer, attention_mask), each (size, L).
+    """Endless training batches (x, answer, attention_mask), each (size, L), of one family each.
 
     Problems come in pools that are sorted by prompt length, so that little is padded: prompts on
     the left, and answers by EOS up to a canvas length drawn per batch (decoding must work on all).
+    One family per batch, because a loss averaged over tokens would drown the one letter of a
+    multiple choice in the other families' long answers.
     """
     pool_number, weights = 0, [mix[f] for f in tasks.FAMILIES]
-    counts = [round(32 * size * w / sum(weights)) for w in weights]
-    per_pool = sum(counts) // size
+    counts = [round(32 * w / sum(weights)) for w in weights]        # batches per pool
+    user, assistant, eos, pad = (tokenizer.convert_tokens_to_ids(s)
+                                 for s in ("<|user|>", "<|assistant|>", "<|eos|>", "<|pad|>"))
     while True:
         rng = random.Random(f"{seed}/{pool_number}")
         pool_number += 1
-        if skip >= per_pool:        # resumed: these batches were seen
-            skip -= per_pool
+        if skip >= sum(counts):        # resumed: these batches were seen
+            skip -= sum(counts)
             continue
-        probs = []
+        chunks = []
         for family, n in zip(tasks.FAMILIES, counts):
-            probs += tasks.problems(family, "train", n, seed=f"{seed}/{pool_number}")
-        user, assistant, eos, pad = (tokenizer.convert_tokens_to_ids(s)
-                                     for s in ("<|user|>", "<|assistant|>", "<|eos|>", "<|pad|>"))
-        prompts = tokenizer([p.prompt for p in probs], add_special_tokens=False)["input_ids"]
-        answers = tokenizer([p.answer for p in probs], add_special_tokens=False)["input_ids"]
-        rows = [([user] + p + [assistant], a + [eos]) for p, a in zip(prompts, answers)]
-        rng.shuffle(rows)
-        rows.sort(key=lambda r: len(r[0]) // 8)
-        chunks = [rows[i:i + size] for i in range(0, len(rows) - size + 1, size)]
+            probs = tasks.problems(family, "train", n * size, seed=f"{seed}/{pool_number}")
+            prompts, answers = (tokenizer(texts, add_special_tokens=False)["input_ids"] if texts
+                                else [] for texts in ([p.prompt for p in probs],
+                                                      [p.answer for p in probs]))
+            rows = [([user] + p + [assistant], a + [eos]) for p, a in zip(prompts, answers)]
+            rng.shuffle(rows)
+            rows.sort(key=lambda r: len(r[0]) // 8)
+            chunks += [rows[i:i + size] for i in range(0, len(rows), size)]
         rng.shuffle(chunks)
         for i, chunk in enumerate(chunks):
             P, G = max(len(p) for p, _ in chunk), max(len(a) for _, a in chunk)
@@ -149,8 +151,8 @@ def main():
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--hidden", type=int, default=192)
     cli.add_argument("--layers", type=int, default=6)
-    cli.add_argument("--mix", default="math=1,choice=.6,code=1",
-                     help="share of each family among the problems")
+    cli.add_argument("--mix", default="math=1,choice=1,code=.5",
+                     help="share of each family among the batches")
     cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
     cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
     cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
