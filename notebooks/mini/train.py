@@ -2,6 +2,7 @@
 """Train the embedded model: a masked-diffusion Llama on the three families of tasks.py.
 
     python notebooks/mini/train.py --minutes 110    # from scratch, or on from the last checkpoint
+    python notebooks/mini/train.py --init notebooks/mini/model --lr 1e-3   # on from a model folder
 
 Every few minutes it writes, atomically, the state of the run (run/last.pt; the log is
 run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json, model.safetensors in
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
@@ -155,6 +156,7 @@ def main():
                      help="share of each family among the batches")
     cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
     cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
+    cli.add_argument("--init", type=Path, help="a model folder to start from, with a fresh optimizer")
     cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     args = cli.parse_args()
 
@@ -169,6 +171,10 @@ def main():
                          bos_token_id=None)
     model = LlamaForCausalLM(config)
     model.set_attn_implementation("dlm_spec")
+    if args.init is not None:
+        given = load_file(args.init / "model.safetensors")
+        model.load_state_dict({k: given.get(k, given["model.embed_tokens.weight"]).float()
+                               for k in model.state_dict()})
     average = {k: v.clone() for k, v in model.state_dict().items()}
     opts = optimizers(model, args.lr)
     generator = torch.Generator().manual_seed(args.seed)
