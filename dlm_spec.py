@@ -719,10 +719,10 @@ def confidence_of(logits, x0, remasking="low_confidence", generator=None, rows=N
         return draw(x0.shape, generator, rows, dtype=torch.float32, device=logits.device)
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if remasking == "low_confidence":
-        return (logits.gather(1, x0[:, None])[:, 0] - logits.logsumexp(1)).exp()
+        # softmax, not exp(logit - logsumexp): near 1 that loses the digits that order the commits
+        return logits.softmax(1).gather(1, x0[:, None])[:, 0]
     if remasking == "margin":
-        top = (logits.topk(min(2, logits.shape[1]), dim=1).values
-               - logits.logsumexp(1, keepdim=True)).exp()
+        top = logits.softmax(1).topk(min(2, logits.shape[1]), dim=1).values
         return top[:, 0] - top[:, 1:].sum(1)
     assert remasking == "entropy", remasking
     return -torch.special.entr(logits.softmax(1)).sum(1)

@@ -4,7 +4,9 @@
 b7e6c35, unchanged) on the embedded model in fp32 on a CPU, one prompt at a time at temperature 0.
 The model was wrapped so that its logits of M and of ids past the tokenizer are -inf (the public
 sampler does not ban them) and so that every canvas it was given is kept; the trace is the forward
-at which each generated position stopped being M.
+at which each generated position stopped being M. Where several confidences are exactly 1.0 the
+public sampler's order among them is torch.topk's, which promises none; ours is by index, so those
+positions are compared by token only.
 """
 import json
 from pathlib import Path
@@ -28,5 +30,8 @@ def test_tokens_and_commit_order_are_those_of_the_public_sampler(denoiser, knobs
         if json.dumps(trace["knobs"]) == knobs:
             out = dlm_spec.sample_llada(denoiser, [trace["prompt"]], **trace["knobs"])
             assert out.generated[0].tolist() == trace["tokens"]
-            assert out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"]
+            sure = out.commit_confidence[0, out.prompt_length:] == 1
+            assert sure.float().mean() < .9
+            assert torch.equal(out.commit_step[0, out.prompt_length:][~sure],
+                               torch.tensor(trace["commit_step"])[~sure])
             assert out.nfe.tolist() == [trace["nfe"]]

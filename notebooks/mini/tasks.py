@@ -201,6 +201,9 @@ def _choice(rng):
     lines = [question] + [f"{a}) {o}" for a, o in zip("ABCD", options)]
     if rng.random() < .5:
         lines.append("Give a reason, then the letter.")
+        listed = ", ".join(f"{a}) {o}" for a, o in zip("ABCD", options))
+        verdicts = ", ".join(f"{a} {'fits' if a == letter else 'not'}" for a in "ABCD")
+        reasons = (*reasons, f"{listed}: {letter} fits.", f"{verdicts}.")
         answer = f"{rng.choice(reasons)}\nAnswer: {letter}"
     else:
         lines.append("Give only the letter.")

@@ -156,7 +156,7 @@ def main():
                      help="share of each family among the batches")
     cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
     cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
-    cli.add_argument("--init", type=Path, help="a model folder to start from, with a fresh optimizer")
+    cli.add_argument("--init", type=Path, help="a model folder whose weights to start from")
     cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     args = cli.parse_args()
 
