@@ -1,12 +1,11 @@
 """The same tokens, committed in the same order, as LLaDA's public sampler.
 
 `data/llada_traces.json` was recorded by running `generate` of ML-GSAI/LLaDA (generate.py, commit
-b7e6c35, unchanged) on the embedded model in fp32 on a CPU, one prompt at a time at temperature 0.
+b7e6c35, unchanged) on the embedded model in fp64 on a CPU, one prompt at a time at temperature 0.
 The model was wrapped so that its logits of M and of ids past the tokenizer are -inf (the public
 sampler does not ban them) and so that every canvas it was given is kept; the trace is the forward
-at which each generated position stopped being M. Where several confidences are exactly 1.0 the
-public sampler's order among them is torch.topk's, which promises none; ours is by index, so those
-positions are compared by token only.
+at which each generated position stopped being M. In fp32 the tokens are the same too, but ends of
+text whose confidences differ by 1e-6 change places.
 """
 import json
 from pathlib import Path
@@ -21,7 +20,7 @@ TRACES = json.loads((Path(__file__).parent / "data" / "llada_traces.json").read_
 
 @pytest.fixture(scope="module")
 def denoiser():
-    return dlm_spec.load_denoiser(device="cpu", dtype=torch.float32)
+    return dlm_spec.load_denoiser(device="cpu", dtype=torch.float64)
 
 
 @pytest.mark.parametrize("knobs", sorted({json.dumps(t["knobs"]) for t in TRACES}))
@@ -30,8 +29,5 @@ def test_tokens_and_commit_order_are_those_of_the_public_sampler(denoiser, knobs
         if json.dumps(trace["knobs"]) == knobs:
             out = dlm_spec.sample_llada(denoiser, [trace["prompt"]], **trace["knobs"])
             assert out.generated[0].tolist() == trace["tokens"]
-            sure = out.commit_confidence[0, out.prompt_length:] == 1
-            assert sure.float().mean() < .9
-            assert torch.equal(out.commit_step[0, out.prompt_length:][~sure],
-                               torch.tensor(trace["commit_step"])[~sure])
+            assert out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"]
             assert out.nfe.tolist() == [trace["nfe"]]
