@@ -25,6 +25,9 @@ Papers
                horseee/dKV-Cache
     [7] DualDiffusion  A Speculative Decoding Strategy for Masked Diffusion Models
     [8] WINO       Hong et al. 2025, Wide-In, Narrow-Out, arXiv 2507.18578; Feng-Hong/WINO-DLLM
+    [9] COVER      Stop the Flip-Flop: Context-Preserving Verification for Fast Revocable Diffusion
+               Decoding
+    [10] Saber     zhaoyMa/Saber
 
 Glossary
     B, L, P, G, V     batch; canvas length L = P prompt + G generated; vocabulary size
@@ -54,6 +57,7 @@ import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,46 +128,106 @@ class KVCache:
     Layout: `k[layer]`, `v[layer]` are (B, H_kv, L, d), after the rotary embedding (never rotated
     again), heads unrepeated, on the layer's own device. Each forward says by `begin` which rows of
     the batch and which canvas columns its tokens are; it stores those and attends to all L columns.
+
+    probe_layers: indices of the layers whose attention maps are looked at, see `begin`.
     """
 
-    def __init__(self):
-        self.k, self.v = {}, {}
+    def __init__(self, probe_layers=()):
+        self.k, self.v, self.probe_layers = {}, {}, tuple(probe_layers)
         self.begin(None)
 
-    def begin(self, B, rows=None, positions=None, shadow=0):
+    def begin(self, B, rows=None, positions=None, shadow=0, seeds=None, probe=None):
         """The next forward. rows: (R,) of the B rows, None: all. positions: (R, n) canvas columns
         of its tokens, None: all L; a row may name a column twice if both carry the same token.
         shadow: so many tokens behind the canvas are seen in this forward and not stored.
+        seeds: the DualView of a COVER forward. probe: (R, m) which tokens' attention to keep, as
+        `attention` (R, m, L), the mean over heads and probe layers.
         """
         self.B, self.rows, self.positions, self.shadow = B, rows, positions, shadow
+        self.seeds, self.probe, self.attention = seeds, probe, 0.0
 
     def attend(self, layer, q, k, v, mask, scaling):
         """The hook's view: store this layer's k, v, then attend to the whole canvas."""
-        if self.positions is None and self.shadow == 0 and self.rows is None:
+        new_k, new_v = k, v
+        if self.positions is not None or self.seeds is not None:
+            k, v = self._store(self.k, layer, k), self._store(self.v, layer, v)
+        elif self.rows is None and not self.shadow:
             self.k[layer], self.v[layer] = k, v
-        elif self.positions is None:
-            L = k.shape[2] - self.shadow
-            self._rows(self.k, layer, k[:, :, :L])
-            self._rows(self.v, layer, v[:, :, :L])
         else:
-            k, v = self._columns(self.k, layer, k), self._columns(self.v, layer, v)
-        return sdpa(q, k, v, mask, scaling)
+            L = k.shape[2] - self.shadow
+            self._store(self.k, layer, k[:, :, :L])
+            self._store(self.v, layer, v[:, :, :L])
+        out = sdpa(q, k, v, mask, scaling)
+        if self.probe is not None and layer in self.probe_layers:
+            maps = attention_map(take(q, self.probe), k, mask, scaling)
+            self.attention = self.attention + maps.to(self.probe.device) / len(self.probe_layers)
+        if self.seeds is None:
+            return out
+        return self.seeds.correct(out, q, new_k, new_v, k, v, scaling)
 
-    def _rows(self, canvas, layer, fresh):
-        """Store whole canvases `fresh` (R, H_kv, L, d) of this forward's rows."""
+    def _store(self, canvas, layer, fresh):
+        """Store `fresh` (R, H_kv, n, d), all but what seeds hold back; returns those rows' whole
+        canvases (R, H_kv, L, d)."""
+        rows = None if self.rows is None else self.rows.to(fresh.device)
         if layer not in canvas:
             canvas[layer] = fresh.new_zeros(self.B, *fresh.shape[1:])
-        canvas[layer][slice(None) if self.rows is None else self.rows.to(fresh.device)] = fresh
-
-    def _columns(self, canvas, layer, fresh):
-        """Store a window `fresh` (R, H_kv, n, d); the whole canvases of those rows come back."""
-        rows = None if self.rows is None else self.rows.to(fresh.device)
         whole = canvas[layer] if rows is None else canvas[layer][rows]
-        columns = self.positions.to(fresh.device)[:, None, :, None].expand_as(fresh)
-        whole.scatter_(2, columns, fresh)
-        if rows is not None:
+        columns = (None if self.positions is None else
+                   self.positions.to(fresh.device)[:, None, :, None].expand_as(fresh))
+        if self.seeds is not None:
+            old = whole if columns is None else whole.gather(2, columns)
+            fresh = torch.where(self.seeds.hold.to(fresh.device)[:, None, :, None], old, fresh)
+        whole = fresh if columns is None else whole.scatter_(2, columns, fresh)
+        if rows is None:
+            canvas[layer] = whole
+        else:
             canvas[layer][rows] = whole
         return whole
+
+
+@dataclass
+class DualView:
+    """COVER's two views in one forward [9]. Indices are of the forward's n tokens.
+
+    Everyone sees the seeds' stored keys and values; a seed is judged at a row that sees, in place
+    of its own stored column, the fresh one of its mask token: the *diagonal correction*. Exact in
+    any precision, because those few rows are simply computed once more: their own columns masked
+    out, the fresh ones appended, one softmax. (Subtracting the own column from the finished output
+    and adding the fresh one is right on paper and loses all digits when its weight nears 1.)
+
+    hold: (R, n) bool, tokens whose stored keys and values stay as they are. read: (R, S) the rows
+    where seeds are read. fresh: (R, F) the tokens that replace own columns, F = S, or 2 S in
+    shifted models. look: (R, 1, S, L + F) bool, what the rows see. real: (R, 1, 1, 1) bool, False
+    in batch rows without seeds.
+    """
+    hold: Tensor
+    read: Tensor
+    fresh: Tensor
+    look: Tensor
+    real: Tensor
+
+    def correct(self, out, q, new_k, new_v, k, v, scaling):
+        """out (R, H, n, d) with the rows of `read` as they are without themselves."""
+        read, fresh, look, real = (t.to(out.device) for t in (self.read, self.fresh, self.look,
+                                                              self.real))
+        own = sdpa(take(q, read), torch.cat([k, take(new_k, fresh)], 2),
+                   torch.cat([v, take(new_v, fresh)], 2), look, scaling)
+        own = torch.where(real, own, take(out, read))
+        return out.scatter(2, read[:, None, :, None].expand_as(own), own)
+
+
+def take(t, index):
+    """(R, H, n, d), (R, m) -> (R, H, m, d), those tokens of each row."""
+    return t.gather(2, index.to(t.device)[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
+
+
+def attention_map(q, k, mask=None, scaling=None):
+    """softmax(q k^T scaling) itself, in float32, averaged over heads: (R, m, columns)."""
+    q = rearrange(q.float(), "r (h g) m d -> r h g m d", h=k.shape[1])
+    scores = torch.einsum("rhgmd,rhnd->rhgmn", q, k.float()) * (scaling or q.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    return scores.softmax(-1).mean((1, 2))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -232,7 +296,7 @@ class Denoiser:
         return getattr(self.model, "device", torch.device("cpu") if first is None else first.device)
 
     def __call__(self, x, ask, attention_mask=None, *, cfg_scale=0.0, given=None, work=None,
-                 kv=None, window=None):
+                 kv=None, window=None, seeds=None, probe=None):
         """Logits of the asked positions. Rows that ask for nothing are not forwarded.
 
         Args:
@@ -245,13 +309,19 @@ class Denoiser:
             kv: a KVCache, filled by this forward. window: (B, L) bool, recompute these columns
                 only and take the others' keys and values from kv; None: all. It must hold `ask`.
                 Shifted models recompute one column more before each, where it is read.
+            seeds: (B, L) bool, tokens to predict as if they were masked, while all others still
+                see what kv holds of them (COVER [9], see DualView). Part of `ask` and `window`.
+            probe: (B, L) bool, kv.attention (R, m, L) then holds these tokens' attention maps; R
+                the rows that ask, m as in columns_of.
         Returns: (N, V), N = ask.sum(), with M and padded vocabulary rows at -inf.
         """
         if cfg_scale and (given is None or kv is not None):
             raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
                              "and takes no kv")
-        if window is not None and (kv is None or not (kv.k or self._head is None)):
-            raise ValueError("a window needs a kv that an earlier forward has filled")
+        seeds = None if seeds is None or not seeds.any() else seeds
+        for name, value in (("a window", window), ("seeds", seeds)):
+            if value is not None and (kv is None or not (kv.k or self._head is None)):
+                raise ValueError(f"{name} needs a kv that an earlier forward has filled")
         live = ask.any(1)
         if not live.any():
             raise ValueError("ask is False everywhere: there is nothing to forward")
@@ -260,10 +330,13 @@ class Denoiser:
         visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
         position_ids = (visible.cumsum(1) - 1).clamp(min=0)
         row, column = ask.nonzero(as_tuple=True)
-        if self.shift:      # position i is read at i-1, a row's first token at itself
-            column = column - (position_ids[row, column] > 0).long()
         look = None if visible.all() else visible[:, None, None]      # no mask: the faster kernels
-        cost, positions = visible.sum(1), None
+        cost, positions, index = visible.sum(1), None, None
+        late = self.shift * (position_ids > 0).long()       # how much earlier a column is read
+        if seeds is not None:
+            seeds = seeds[live]
+            x = x.masked_fill(seeds, self.mask_id)
+        column = column - late[row, column]     # shifted: i is read at i-1, the first at itself
         if window is not None:
             window = window[live] & visible
             if self.shift:
@@ -271,10 +344,16 @@ class Denoiser:
             if not window[row, column].all():
                 raise ValueError("ask holds positions that are read outside the window")
             cost, positions = window.sum(1), columns_of(window)
-            column = (window.cumsum(1) - 1)[row, column]
+            index = window.cumsum(1) - 1        # canvas column -> token of this forward
+            column = index[row, column]
             x, position_ids = x.gather(1, positions), position_ids.gather(1, positions)
         if kv is not None:
-            kv.begin(B, rows, positions)
+            view = (None if seeds is None else
+                    dual_view(seeds, late, visible, self.shift, positions, index))
+            if probe is not None:
+                probe = columns_of(probe[live])
+                probe = probe if index is None else index.gather(1, probe)
+            kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
             work.nfe[live] += 1 + bool(cfg_scale)
             work.positions[live] += cost * (1 + bool(cfg_scale))
@@ -289,11 +368,13 @@ class Denoiser:
         c, u = logits.chunk(2)
         return self.ban(u + (cfg_scale + 1) * (c - u))
 
-    def leave_one_out(self, x, ask, checked, attention_mask=None, *, work=None, kv=None):
+    def leave_one_out(self, x, ask, checked, attention_mask=None, *, shadow=None, work=None,
+                      kv=None):
         """One full forward that also judges the `checked` (B, L) tokens without themselves.
 
-        A shadow block (WINO [8]): each checked position has a second token, M, behind the canvas,
-        with the same position id. It sees the canvas except its own position, and the other
+        A shadow block (WINO [8]): each checked position (or, WINO's way, each of `shadow` (B, L),
+        which holds them) has a second token, M, behind the canvas, with the same position id. It
+        sees the canvas except its own position, and the other
         shadows; the canvas sees no shadow. In a shifted model the shadow of i is x[i-1] at i-1,
         where i is read, and sees no token that carries x[i]. Deeper than one layer a token still
         leaks into its shadow through the hidden states of others.
@@ -303,13 +384,14 @@ class Denoiser:
         live = (ask | checked).any(1)
         rows = None if live.all() else live.nonzero()[:, 0]
         B, x, ask, checked = len(x), x[live], ask[live], checked[live]
+        shadow = checked if shadow is None else shadow[live]
         R, L = x.shape
         visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
         position_ids = (visible.cumsum(1) - 1).clamp(min=0)
         row, column = ask.nonzero(as_tuple=True)
         late = self.shift * (position_ids > 0).long()       # how much earlier a column is read
-        at = columns_of(checked)                            # (R, S) the checked columns
-        S, real = at.shape[1], torch.arange(at.shape[1], device=x.device) < checked.sum(1)[:, None]
+        at = columns_of(shadow)                             # (R, S) the columns with a shadow
+        S, real = at.shape[1], torch.arange(at.shape[1], device=x.device) < shadow.sum(1)[:, None]
         source = at - late.gather(1, at)
         token = torch.where(late.gather(1, at) > 0, x.gather(1, source), self.mask_id)
         look = F.pad(visible[:, None].expand(R, L + S, L), (0, S)).clone()
@@ -318,12 +400,13 @@ class Denoiser:
         if self.shift:      # nor a shadow that carries x[i]; each sees itself
             look[:, L:, L:] &= source[:, None] != at[..., None]
             look[:, L:, L:] |= torch.eye(S, dtype=torch.bool, device=x.device)
-        c_row, c_index = real.nonzero(as_tuple=True)
+        c_row, c_index = checked.nonzero(as_tuple=True)
+        c_index = (shadow.cumsum(1) - 1)[c_row, c_index]
         if kv is not None:
             kv.begin(B, rows, None, shadow=S)
         if work is not None:
             work.nfe[live] += 1
-            work.positions[live] += visible.sum(1) + checked.sum(1)
+            work.positions[live] += visible.sum(1) + shadow.sum(1)
             work.calls += 1
         logits = self.ban(self._forward(
             torch.cat([x, token], 1), torch.cat([row, c_row]),
@@ -406,6 +489,30 @@ class Denoiser:
             rows = [r[:next((i for i, t in enumerate(r) if t in self.eos_ids), len(r))]
                     for r in rows]
         return [self.tokenizer.decode(r, skip_special_tokens=True) for r in rows]
+
+
+def dual_view(seeds, late, visible, shift, positions=None, index=None):
+    """The DualView of a forward. seeds, visible: (R, L) bool; late: (R, L), how much earlier a
+    column is read; positions, index: the forward's window, see Denoiser.__call__.
+
+    In a shifted model a seed i is read at row i-1, which has seen x[i] in the forward before: so
+    both columns come from the store for everyone else, and both are fresh for row i-1.
+    """
+    at = columns_of(seeds)
+    R, S = at.shape
+    read = at - late.gather(1, at)
+    own = torch.zeros(R, S, seeds.shape[1], dtype=torch.bool, device=seeds.device)
+    own = own.scatter(2, at[..., None], True).scatter(2, read[..., None], True)
+    hold = own.any(1) & seeds.any(1)[:, None]
+    eye = torch.eye(S, dtype=torch.bool, device=seeds.device).expand(R, S, S)
+    fresh, look = at, torch.cat([visible[:, None] & ~own, eye], 2)
+    if shift:
+        fresh = torch.cat([at, read], 1)
+        look = torch.cat([look, eye & (read != at)[..., None]], 2)
+    if positions is not None:
+        index = index.clamp(min=0)      # rows without seeds name column 0
+        hold, read, fresh = hold.gather(1, positions), index.gather(1, read), index.gather(1, fresh)
+    return DualView(hold, read, fresh, look[:, None], seeds.any(1)[:, None, None, None])
 
 
 def columns_of(window):
@@ -835,6 +942,17 @@ def block_bounds(P, gen_length, block_length):
 # ---------------------------------------------------------------------------------------------
 # 5. What every sampler takes and gives.
 
+class Revision(NamedTuple):
+    """One committed token taken back: at which of its row's forwards, of which kind ("remask" or
+    "replace"), and the token that was committed there next."""
+    row: int
+    forward: int
+    position: int
+    old: int
+    kind: str
+    new: int
+
+
 @dataclass
 class DecodeOutput:
     """The result of a decode.
@@ -846,8 +964,7 @@ class DecodeOutput:
     commit_step, commit_confidence: (B, L) at which of its row's forwards (from 1) a position was
         last filled and how sure the model was; 0 and 1 on given tokens and what early_stop fills.
     draft_nfe, verify_nfe: (B,) of sample_dual_diffusion: its drafter's and verifier's forwards.
-    revisions: [(row, forward, position, old token, kind), ...] of tokens taken back; kind "remask"
-        or "replace".
+    revisions: [Revision, ...], every token that was taken back, in order.
     history: with `history=True` the canvases, [(B, L), ...], the initial one first.
     """
     sequences: Tensor
@@ -944,8 +1061,9 @@ def _check_ids(denoiser, prompt, visible):
                          f"vocabulary of {V or 'any'} ids")
 
 
-def check_knobs(denoiser, B, block_length, *, temperature, remasking, tempered_confidence,
-                suppress_eos, postpone_eos, logits_processor, generator, early_stop, cfg_scale=0.0):
+def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpone_eos,
+                logits_processor, generator, early_stop, remasking="low_confidence",
+                tempered_confidence=False, cfg_scale=0.0):
     """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
     if not isinstance(block_length, int) or block_length < 1:
         raise ValueError(f"block_length is {block_length!r}, expected a whole number from 1")
@@ -990,19 +1108,36 @@ class Recorder:
         self.work, self.P, self.callback, self.streamer = (Work(zeros, zeros.clone()), P, callback,
                                                            streamer)
         self.history = [x.clone()] if history else None
-        self.revisions = []
+        self.log = []       # (nfe, canvas, where, kind): revisions, and commits after the first
         self.commit_step = torch.zeros_like(x)
         self.commit_confidence = torch.ones(x.shape, device=x.device)
         if streamer is not None:
             streamer.put(x[:, :P].cpu())
 
     def revise(self, x, revised, kind):
-        """Tokens of x (B, L) about to be taken back, at `revised` (B, L) bool."""
-        for row, i in revised.nonzero().tolist():
-            self.revisions.append((row, int(self.work.nfe[row]), i, int(x[row, i]), kind))
+        """Tokens of x (B, L) that are taken back in this forward, at `revised` (B, L) bool:
+        a "remask" or, before the step that commits the new token, a "replace"."""
+        self.log.append((self.work.nfe.clone(), x, revised, kind))
 
-    def step(self, x, committed, confidence):
-        """After a forward: the canvas, the (B, L) bool that it filled, the (B, L) confidence."""
+    def revisions(self):
+        """The log as a list of Revision."""
+        out, open_ = [], {}
+        for nfe, x, where, kind in self.log:
+            rows, columns = where.nonzero(as_tuple=True)
+            for row, i, token in zip(rows.tolist(), columns.tolist(), x[where].tolist()):
+                if kind != "commit":
+                    open_[row, i] = len(out)
+                    out.append(Revision(row, int(nfe[row]), i, token, kind, -1))
+                elif (row, i) in open_:
+                    j = open_.pop((row, i))
+                    out[j] = out[j]._replace(new=token)
+        return out
+
+    def step(self, x, committed, confidence, full=None):
+        """After a forward: the canvas, the (B, L) bool that it filled, the (B, L) confidence.
+        full: the canvas with all that was filled, where some of it was taken back at once."""
+        if self.log:
+            self.log.append((self.work.nfe, x if full is None else full, committed, "commit"))
         self.commit_step = torch.where(committed, self.work.nfe[:, None], self.commit_step)
         self.commit_confidence = torch.where(committed, confidence.float(), self.commit_confidence)
         if self.history is not None:
@@ -1036,7 +1171,7 @@ class Recorder:
         tokens = before_eos(x[:, self.P:], denoiser.eos_ids).sum(1)
         return DecodeOutput(x, self.P, self.work.nfe, self.work.positions, self.work.calls,
                             tokens / self.work.nfe.clamp(min=1), self.commit_step,
-                            self.commit_confidence, self.revisions, history=self.history)
+                            self.commit_confidence, self.revisions(), history=self.history)
 
 
 def before_eos(x, eos_ids):
@@ -1131,9 +1266,8 @@ def sample_fast_dllm(denoiser, prompt, *, gen_length=128, block_length=32, thres
     of the block's first forward. A block that is full after it costs no second one.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
-    knobs = dict(temperature=temperature, remasking="low_confidence", generator=generator,
-                 tempered_confidence=False, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
-                 logits_processor=logits_processor)
+    knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     threshold = check_rule(threshold, factor)
     if cache not in (None, "prefix", "dual"):
@@ -1176,9 +1310,8 @@ def sample_dkv(denoiser, prompt, *, gen_length=128, block_length=32, steps=None,
     Returns a DecodeOutput.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
-    knobs = dict(temperature=temperature, remasking="low_confidence", generator=generator,
-                 tempered_confidence=False, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
-                 logits_processor=logits_processor)
+    knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     threshold = check_rule(threshold, steps=steps)
     if not isinstance(refresh, int) or refresh < 1:
@@ -1272,9 +1405,8 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
     least one of a row's drafted tokens, so it ends.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
-    knobs = dict(temperature=temperature, remasking="low_confidence", generator=generator,
-                 tempered_confidence=False, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
-                 logits_processor=logits_processor)
+    knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     threshold = check_rule(threshold, factor)
     check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds)
@@ -1432,7 +1564,272 @@ def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revision
 
 
 # ---------------------------------------------------------------------------------------------
-# 9. Likelihood and loss.
+# 9. Revocable baselines: commit many, take back what looks wrong in the light of the rest.
+
+@torch.no_grad()
+def sample_wino(denoiser, prompt, *, gen_length=128, block_length=128, threshold=0.6,
+                threshold_back=0.9, attention_mask=None, temperature=0.0, suppress_eos=False,
+                postpone_eos=False, early_stop=False, logits_processor=None, generator=None,
+                callback=None, history=False, streamer=None):
+    """Wide in, narrow out (WINO [8]): commit above a low threshold, and re-mask what a shadow block
+    finds unlikely (see Denoiser.leave_one_out).
+
+    Args: as in sample_llada, and
+        threshold: tau_1, masks above it are committed, always the best one, at most 70 % of the
+            block's masks within 5..20. threshold_back: tau_2, a token committed in an earlier
+            forward is re-masked when its shadow gives it less; only when more than one token
+            was committed, and fewer than in the forward before.
+    Returns a DecodeOutput with `revisions`; nfe <= block_length per block.
+    """
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
+    knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor, generator=generator)
+    check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
+    check_unit(threshold=threshold, threshold_back=threshold_back)
+    column = torch.arange(x.shape[1], device=x.device)
+    record = Recorder(x, visible, P, callback, history, streamer)
+    for start, end in block_bounds(P, gen_length, block_length):
+        masks = visible & (x == denoiser.mask_id)           # a hole before the block belongs to it
+        block = visible & (column < end) & (since_first(masks) | (column >= start))
+        ours, last_accept = block & masks, torch.full_like(x[:, 0], 30)
+        while (ask := block & (x == denoiser.mask_id)).any():
+            earlier = ours & ~ask & ask.any(1)[:, None]
+            logits, judged = denoiser.leave_one_out(x, ask, earlier, visible, work=record.work,
+                                                    shadow=block & ask.any(1)[:, None])
+            tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
+            cap = (ask.sum(1).float() * 0.7).long().clamp(5, 20)
+            best = top_k(score, ask, torch.ones_like(cap))
+            commit = top_k(score, ask & (score > threshold) | best, cap)
+            back = confidence.new_ones(x.shape).masked_scatter(
+                earlier, confidence_of(judged, x[earlier]).to(confidence.dtype))
+            accepted = commit.sum(1)
+            remask = top_k(-back, earlier & (back < threshold_back), last_accept - 1)
+            remask = remask & (accepted > 1)[:, None]
+            last_accept = torch.where(ask.any(1), accepted, last_accept)
+            record.revise(x, remask, "remask")
+            x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
+            record.step(x, commit, confidence)
+        if early_stop:
+            x = record.stop_at_eos(denoiser, x, end)
+    return record.finish(denoiser, x)
+
+
+@torch.no_grad()
+def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, attention_mask=None,
+                 temperature=0.0, suppress_eos=False, postpone_eos=False, early_stop=False,
+                 logits_processor=None, generator=None, callback=None, history=False,
+                 streamer=None):
+    """Commit above the mean confidence of all commits so far, and re-mask the tokens whose
+    positions lost most of their top-1 probability since the forward before (Saber [10]).
+
+    Args: as in sample_llada, and
+        n: tokens to commit at least (fewer only when fewer masks are left; there the public code
+            overwrites other positions). max(n // 2, ceil(commits / 8)) are re-masked, one fewer
+            than the commits at most, wherever a token was generated: the forward's own commits
+            and earlier blocks included.
+    Returns a DecodeOutput with `revisions`; nfe <= masks.
+    """
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
+    knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor, generator=generator)
+    check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"n is {n!r}, expected a whole number from 1")
+    column = torch.arange(x.shape[1], device=x.device)
+    record = Recorder(x, visible, P, callback, history, streamer)
+    generated, ever = visible & (x == denoiser.mask_id), torch.zeros_like(visible)
+    latest = last = torch.zeros(x.shape, device=x.device)
+    for _, end in block_bounds(P, gen_length, block_length):
+        while (masks := visible & (x == denoiser.mask_id) & (column < end)).any():
+            live = masks.any(1)[:, None]
+            ask = generated & (column < end) & live
+            logits = denoiser(x, ask, visible, work=record.work)
+            tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
+            confidence = confidence.float()
+            mean = (latest * ever).sum(1) / ever.sum(1)         # NaN before the first commit
+            above = masks & (score > mean.nan_to_num(nan=1.0)[:, None])
+            commit = torch.where((above.sum(1) >= n)[:, None], above,
+                                 top_k(score, masks, torch.full_like(x[:, 0], n)))
+            ever, latest = ever | commit, torch.where(commit, confidence, latest)
+            x = torch.where(commit, tokens, x)
+            D, unfinished = commit.sum(1), (masks & ~commit).any(1)
+            k = torch.minimum(((D.clamp(min=n) + 7) // 8).clamp(min=n // 2), D - 1)
+            fall = (confidence - last).masked_fill(~ask, torch.inf)
+            remask = top_k(-fall, ask & (x != denoiser.mask_id) & (fall < torch.inf),
+                           torch.where(unfinished, k, 0))
+            last = torch.where(live, confidence.masked_fill(~ask, -torch.inf), last)
+            full, x = x, x.masked_fill(remask, denoiser.mask_id)
+            record.step(x, commit, confidence, full)
+            record.revise(full, remask, "remask")
+        if early_stop:
+            x = record.stop_at_eos(denoiser, x, end)
+    return record.finish(denoiser, x)
+
+
+def check_unit(**probabilities):
+    """ValueError unless each named value is a number in [0, 1]."""
+    for name, value in probabilities.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, expected a number from 0 to 1")
+
+
+# ---------------------------------------------------------------------------------------------
+# 10. COVER: draft and re-check in one forward, without taking the context away.
+
+@torch.no_grad()
+def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold=0.7,
+                 tau_replace=0.9, tau_remask=0.2, max_seeds=8, seed_share=0.25, min_score=0.0,
+                 max_checks=2, uncertainty="entropy", score=None, probe_layers=None, cache=None,
+                 attention_mask=None, temperature=0.0, suppress_eos=False, postpone_eos=False,
+                 early_stop=False, logits_processor=None, generator=None, callback=None,
+                 history=False, streamer=None):
+    """Commit above a threshold; every forward also re-checks a few committed tokens, the *seeds*:
+    they are M in its input, while all others keep seeing their stored keys and values (COVER [9]).
+
+    A seed is kept when it is predicted again; replaced in place when another token is predicted
+    with probability >= tau_replace; re-masked when neither and its own probability is < tau_remask,
+    at most one fewer per row than the forward commits; else kept.
+
+    Args: as in sample_llada, and
+        threshold: tau_draft, masks above it are committed, always the best one.
+        max_seeds, seed_share, min_score: seeds per row and forward: at most max_seeds, that share
+            of the candidates, one fewer than the last forward's commits; with a score above
+            min_score.
+        max_checks: how often a token's position is checked in all.
+        uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
+            the entropy when it was committed.
+        score: the score of candidates, see seed_score: (u, d_in, d_out) -> (B, L).
+        probe_layers: whose attention d_in and d_out read (default: the middle and the last one).
+        cache: None, "prefix" or "dual", as in sample_fast_dllm.
+    The numbers, the outcomes' thresholds and the probe layers are our choices where [9] gives none.
+    Returns a DecodeOutput with `revisions`; nfe <= masks.
+    """
+    x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
+    knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
+                 logits_processor=logits_processor, generator=generator)
+    check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
+    check_unit(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
+               seed_share=seed_share)
+    probe_layers = check_cover(denoiser, max_seeds, max_checks, uncertainty, cache, probe_layers)
+    column, M = torch.arange(x.shape[1], device=x.device), denoiser.mask_id
+    record = Recorder(x, visible, P, callback, history, streamer)
+    kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
+    checks, u = torch.zeros_like(x), torch.zeros(x.shape, device=x.device)
+    for start, end in block_bounds(P, gen_length, block_length):
+        masks = visible & (x == M)                          # a hole before the block belongs to it
+        block = visible & (column < end) & (since_first(masks) | (column >= start))
+        ours, seeds, window = block & masks, torch.zeros_like(masks), None
+        while (masks := block & (x == M)).any():
+            live = masks.any(1)[:, None]
+            again = ours & ~masks & live & (checks < max_checks)            # may be seeds next time
+            ask = masks | seeds | (again if uncertainty == "entropy" else False)
+            logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window,
+                              seeds=seeds, probe=earlier_too(block & live, denoiser.shift))
+            held = seeds | earlier_too(seeds, denoiser.shift)
+            fresh = live & ~held & (True if window is None else earlier_too(window, denoiser.shift))
+            shown = torch.where(fresh, x, shown)
+            u = u.masked_scatter(ask, torch.special.entr(logits.float().softmax(1)).sum(1))
+            tokens, confidence, surety = propose(denoiser, x, masks, logits[masks[ask]], **knobs)
+            commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
+            replace, remask, better = judge_seeds(denoiser, x, seeds, logits[seeds[ask]],
+                                                  tau_replace, tau_remask, commit.sum(1) - 1, knobs)
+            record.revise(x, replace, "replace")
+            record.revise(x, remask, "remask")
+            x = torch.where(commit, tokens, x)
+            x = torch.where(replace, better, x).masked_fill(remask, M)
+            record.step(x, commit | replace, confidence)
+            checks = checks + seeds
+            valid = (shown == x) & (x != M)
+            seeds = again & ~seeds & valid & (checks < max_checks)      # now the next candidates
+            if denoiser.shift:      # i is read at i-1, and its own row reads i+1
+                seeds &= F.pad(shown == x, (1, 0))[:, :-1] & ~F.pad(x == M, (0, 1))[:, 1:]
+            d_in, d_out = dependence(kv.attention, earlier_too(block & live, denoiser.shift),
+                                     block & (x == M), commit, seeds, denoiser.shift)
+            worth = (score or seed_score)(u, d_in, d_out)
+            number = (seed_share * seeds.sum(1)).ceil().long().clamp(max=max_seeds)
+            number = torch.minimum(number, commit.sum(1) - 1) * (block & (x == M)).any(1)
+            seeds = top_k(worth, apart(worth, seeds & (worth > min_score), denoiser.shift), number)
+            if cache:
+                window = block if cache == "dual" else since_first(block) & visible
+        if early_stop:
+            x = record.stop_at_eos(denoiser, x, end)
+    return record.finish(denoiser, x)
+
+
+def judge_seeds(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs):
+    """The outcomes of the seeds (B, L) with predictions logits (S, V): replace, remask, both
+    (B, L) bool, and the (B, L) canvas of predictions. `most` (B,): re-masks per row."""
+    if not seeds.any():
+        return seeds, seeds, x
+    tokens, p, _ = propose(denoiser, x, seeds, logits, **{**knobs, "temperature": 0.0})
+    own = p.new_ones(x.shape).masked_scatter(seeds, confidence_of(logits, x[seeds]).to(p.dtype))
+    differs = seeds & (tokens != x)
+    replace = differs & (p >= tau_replace)
+    return replace, top_k(-own, differs & ~replace & (own < tau_remask), most), tokens
+
+
+def dependence(maps, probe, masks, drafted, candidates, shift=False):
+    """d_in, d_out (B, L) of COVER's candidates [9]: how much the masks that are left look at them,
+    and how much they look at what was just drafted (their stored keys and values are then the
+    likelier to be outdated). Each is divided by the row's largest one (ours).
+
+    maps: (R, m, L) attention maps of the tokens `probe` (B, L) bool, R its rows with any.
+    """
+    if not isinstance(maps, Tensor):        # no attention to look at
+        return torch.zeros(2, *masks.shape, device=masks.device)
+    live = probe.any(1)
+    at, n = columns_of(probe[live]), probe[live].sum(1, keepdim=True)
+    readers = F.pad(masks[:, 1:], (0, 1)) if shift else masks       # the rows where masks are read
+    weight = readers[live].gather(1, at) & (torch.arange(at.shape[1], device=at.device) < n)
+    d_in = (weight.float()[:, None] @ maps)[:, 0] / weight.sum(1, keepdim=True).clamp(min=1)
+    d_out = (maps @ drafted[live].float()[..., None])[..., 0]
+    out = torch.zeros(2, *masks.shape, device=maps.device)
+    out[0, live], out[1, live] = d_in, torch.zeros_like(d_in).scatter(1, at, d_out)
+    out = out.masked_fill(~candidates, 0.0)
+    return out / out.amax(2, keepdim=True).clamp(min=torch.finfo(out.dtype).tiny)
+
+
+def seed_score(u, d_in, d_out):
+    """COVER's score of a candidate [9]: uncertain, looked at by many, stable. All (B, L)."""
+    return u * (1 + d_in) / (1 + d_out)
+
+
+def apart(score, candidates, shift):
+    """In shifted models, the candidates that beat their neighbours: seeds are never adjacent,
+    because one would be read at a row that is masked for the other."""
+    if not shift:
+        return candidates
+    score = score.masked_fill(~candidates, -torch.inf)
+    left, right = (F.pad(score, pad, value=-torch.inf) for pad in ((1, 0), (0, 1)))
+    return candidates & (score > left[:, :-1]) & (score >= right[:, 1:])
+
+
+def earlier_too(window, shift):
+    """(B, L) bool, in shifted models with the column before each, where it is read."""
+    return window | F.pad(window[:, 1:], (0, 1)) if shift else window
+
+
+def check_cover(denoiser, max_seeds, max_checks, uncertainty, cache, probe_layers):
+    """The ValueErrors of sample_cover's own knobs; returns the probe layers."""
+    for name, value in (("max_seeds", max_seeds), ("max_checks", max_checks)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is {value!r}, expected a whole number from 0")
+    if uncertainty not in ("entropy", "commit"):
+        raise ValueError(f"uncertainty is {uncertainty!r}, expected 'entropy' or 'commit'")
+    if cache not in (None, "prefix", "dual"):
+        raise ValueError(f"cache is {cache!r}, expected None, 'prefix' or 'dual'")
+    layers = getattr(getattr(denoiser.model, "config", None), "num_hidden_layers", None)
+    if layers is None:          # a plain callable: it has no attention to look at
+        return ()
+    probe_layers = (layers // 2, layers - 1) if probe_layers is None else tuple(probe_layers)
+    probe_layers = tuple(dict.fromkeys(probe_layers))
+    if not probe_layers or not all(i in range(layers) for i in probe_layers):
+        raise ValueError(f"probe_layers is {probe_layers}, expected layers out of 0..{layers - 1}")
+    return probe_layers
+
+
+# ---------------------------------------------------------------------------------------------
+# 11. Likelihood and loss.
 
 def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, generator=None):
     """The training loss of a masked-diffusion model: cross-entropy of masked answer tokens.
@@ -1520,7 +1917,52 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
 
 
 # ---------------------------------------------------------------------------------------------
-# 10. Command line.
+# 12. What revisions were worth: for the output of any sampler.
+
+def flip_flops(out):
+    """For each of out.revisions, whether it changed nothing in the end: the token that was taken
+    back came back at its position (at once or later), or the new one had been taken back there
+    before (A -> B -> A counts twice). A list of bool."""
+    first, last = {}, {}        # (row, position, token) -> event that first took / last put it
+    for i, r in enumerate(out.revisions):
+        first.setdefault((r.row, r.position, r.old), i)
+        last[r.row, r.position, r.new] = i
+    return [last.get((r.row, r.position, r.old), -1) >= i
+            or first.get((r.row, r.position, r.new), i + 1) <= i
+            for i, r in enumerate(out.revisions)]
+
+
+def revision_statistics(out, reference=None):
+    """What the revisions of a DecodeOutput were worth, as a dict.
+
+    events, remasks, replaces: how many. flip_flops: see above. effective_share: the share of events
+    that are none, None without events; effective_share_remask: of the re-masks alone (COVER [9]
+    counts those). commits: all tokens committed; wasted_share: the share of them that only put a
+    re-masked token back. With `reference` (B, L) or (B, G) ids also became_right and became_wrong:
+    events that changed another token into the reference's, and away from it.
+    """
+    same = flip_flops(out)
+    remask = [not f for f, r in zip(same, out.revisions) if r.kind == "remask"]
+    restored = sum(r.kind == "remask" and r.new == r.old for r in out.revisions)
+    commits = int((out.commit_step > 0).sum()) + len(out.revisions)
+    stats = dict(events=len(same), remasks=len(remask), replaces=len(same) - len(remask),
+                 flip_flops=sum(same), commits=commits, wasted_share=restored / max(commits, 1),
+                 effective_share=1 - sum(same) / len(same) if same else None,
+                 effective_share_remask=sum(remask) / len(remask) if remask else None)
+    if reference is not None:
+        offset = out.sequences.shape[1] - reference.shape[1]
+        if len(reference) != len(out.sequences) or offset not in (0, out.prompt_length):
+            raise ValueError(f"reference has shape {tuple(reference.shape)}, expected that of "
+                             f"sequences, {tuple(out.sequences.shape)}, or of generated")
+        want = [int(reference[r.row, r.position - offset]) if r.position >= offset else -1
+                for r in out.revisions]
+        stats["became_right"] = sum(r.new == w != r.old for r, w in zip(out.revisions, want))
+        stats["became_wrong"] = sum(r.old == w != r.new for r, w in zip(out.revisions, want))
+    return stats
+
+
+# ---------------------------------------------------------------------------------------------
+# 13. Command line.
 
 EXAMPLES = (
     "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "
@@ -1531,7 +1973,8 @@ EXAMPLES = (
     "each and returns their sum.",
 )
 SAMPLERS = {"llada": sample_llada, "fast_dllm": sample_fast_dllm, "dkv": sample_dkv,
-            "dual_diffusion": sample_dual_diffusion}
+            "dual_diffusion": sample_dual_diffusion, "wino": sample_wino, "saber": sample_saber,
+            "cover": sample_cover}
 OPTIONAL = ("block_length", "steps", "remasking", "cfg_scale", "threshold", "factor", "cache",
             "refresh", "draft_steps", "verify", "view", "adaptive")
 VERIFIERS = {"trust": verify_trust, "kl": verify_kl, "confidence": verify_confidence}

@@ -201,13 +201,13 @@ def _choice(rng):
     lines = [question] + [f"{a}) {o}" for a, o in zip("ABCD", options)]
     if rng.random() < .5:
         lines.append("Give a reason, then the letter.")
-        listed = ", ".join(f"{a}) {o}" for a, o in zip("ABCD", options))
-        verdicts = ", ".join(f"{a} {'fits' if a == letter else 'not'}" for a in "ABCD")
-        reasons = (*reasons, f"{listed}: {letter} fits.", f"{verdicts}.")
-        answer = f"{rng.choice(reasons)}\nAnswer: {letter}"
+        verdicts = [f"{a}) {o} {'fits' if a == letter else 'not'}" for a, o in zip("ABCD", options)]
+        rng.shuffle(verdicts)
+        reason = f"{', '.join(verdicts)}." if rng.random() < .5 else rng.choice(reasons)
+        answer = f"{reason}\nAnswer: {letter}" + rng.choice(("", f") {right}"))
     else:
         lines.append("Give only the letter.")
-        answer = f"Answer: {letter}" + rng.choice(("", f") {right}"))
+        answer = f"Answer: {letter}" + rng.choice(("", f") {right}", f") {right}"))
     key = f"choice {question} {right} {sorted(wrong)}"
     return Problem("choice", "\n".join(lines), answer, letter, key)
 

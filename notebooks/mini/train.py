@@ -212,6 +212,10 @@ def main():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = mdlm_loss(fast, x, answer, mask_id=tokenizer.mask_token_id,
                                  attention_mask=real, weighted=False, generator=generator)
+            # Per token up to the first EOS: padding is soon learned, and its share must not decide
+            # how much a batch counts.
+            padding = ((x == tokenizer.eos_token_id) & answer).int().cumsum(1) > 1
+            loss = loss * (answer.sum() / (answer & ~padding).sum())
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for opt in opts:
