@@ -1393,7 +1393,9 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
         verify: verify_trust, verify_kl, verify_confidence, or any callable
             (judged (C, V), tokens (C,), draft (C, V)) -> (C,) bool; options by functools.partial.
         view: what the verifier sees of a checked token: "leave_one_out" (everything but itself, by
-            a shadow block) or "visible" (the canvas as it is: the token vouches for itself).
+            a shadow block), "cover" (the same by COVER's dual view, without more positions; a
+            token whose keys and values are not stored yet waits for the next verification) or
+            "visible" (the canvas as it is: the token vouches for itself).
         drafter: a second Denoiser with the same vocabulary; default: the same weights.
         cache: "dual", "prefix", "dkv" (delayed) or None, as in sample_fast_dllm and sample_dkv.
         max_revisions: how often one position may be taken back.
@@ -1412,8 +1414,8 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
     check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds)
     record = Recorder(x, visible, P, callback, history, streamer)
     column = torch.arange(x.shape[1], device=x.device)
-    s = DualState(x, draft_steps, verify, max_revisions, max_rounds, adaptive)
-    kv, verify_nfe = None if cache is None else KVCache(), torch.zeros_like(x[:, 0])
+    s = DualState(x, draft_steps, verify, max_revisions, max_rounds, adaptive, denoiser.shift)
+    kv, verify_nfe = KVCache() if cache or view == "cover" else None, torch.zeros_like(x[:, 0])
     for start, end in block_bounds(P, gen_length, block_length):
         masks = visible & (x == denoiser.mask_id)           # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
@@ -1429,23 +1431,27 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                 ask = masks & rows[:, None]
                 if kind == "verify" and rows.any():
                     checked = s.to_check(rows, block & ~masks)
+                    if view == "cover":
+                        checked = judgeable(checked, s.shown == x, ask, denoiser.shift)
+                    s.show(rows, x, held=checked if view == "cover" else None)
                     logits, judged = look_again(denoiser, view, x, ask, checked, visible,
-                                                kv if drafter is None else None, record)
+                                                kv if drafter is None else None, record, rows)
                     remask = s.judge(checked, judged, x)
                     record.revise(x, remask, "remask")
                 elif ask.any():
                     window = s.window(block, visible & (x == denoiser.mask_id), cache, kind)
+                    s.show(rows, x, window)
                     logits = (drafter or denoiser)(x, ask, visible, kv=kv, window=window,
                                                    work=record.work)
-                    remask = torch.zeros_like(ask)
+                    checked = remask = torch.zeros_like(ask)
                 else:
                     continue
                 verify_nfe = verify_nfe + (rows if kind == "verify" else 0)
                 tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
                 commit = (by_factor(score, ask, factor) if factor is not None
                           else above_threshold(score, ask, threshold))
-                s.after(kind, rows, x == denoiser.mask_id, commit, remask, logits[commit[ask]],
-                        shared=drafter is None and kv is not None)
+                s.after(kind, rows, x == denoiser.mask_id, commit, checked, remask,
+                        logits[commit[ask]], shared=drafter is None and cache is not None)
                 x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
                 record.step(x, commit, confidence)
         if early_stop:
@@ -1455,19 +1461,35 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
     return out
 
 
-def look_again(denoiser, view, x, ask, checked, visible, kv, record):
-    """The verifier's forward: logits of `ask` (N, V) and its view of `checked` (C, V)."""
+def look_again(denoiser, view, x, ask, checked, visible, kv, record, rows):
+    """The verifier's forward of `rows` (B,): logits of `ask` (N, V), and of `checked` (C, V)."""
     if view == "leave_one_out":
         return denoiser.leave_one_out(x, ask, checked, visible, kv=kv, work=record.work)
     both = ask | checked
-    logits = denoiser(x, both, visible, kv=kv, work=record.work)
-    return logits[ask[both]], logits[checked[both]]
+    # nothing to ask, when all tokens wait for their entries: the forward stores them all the same
+    read = both | (rows & ~both.any(1))[:, None] & visible & (visible.cumsum(1) == 1)
+    logits = denoiser(x, read, visible, kv=kv, work=record.work,
+                      seeds=checked if view == "cover" else None)
+    return logits[ask[read]], logits[checked[read]]
+
+
+def judgeable(tokens, valid, ask, shift):
+    """Those of `tokens` that COVER's view can check now: their stored keys and values are of
+    themselves. In shifted models also those of the column before, where a token is read, none
+    before a position that is asked, and no neighbours: every other one of a run."""
+    tokens = tokens & valid
+    if not shift:
+        return tokens
+    tokens = tokens & F.pad(valid, (1, 0), value=True)[:, :-1] & ~F.pad(ask, (0, 1))[:, 1:]
+    index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    run_start = index.masked_fill(tokens, -1).cummax(1).values
+    return tokens & ((index - run_start) % 2 == 1)
 
 
 class DualState:
     """What sample_dual_diffusion keeps per row (B,) and per position (B, L) between forwards."""
 
-    def __init__(self, x, draft_steps, verify, max_revisions, max_rounds, adaptive):
+    def __init__(self, x, draft_steps, verify, max_revisions, max_rounds, adaptive, shift=False):
         rows, self.verify, self.adaptive = torch.zeros_like(x[:, 0]), verify, adaptive
         self.max_revisions, self.max_rounds = max_revisions, max_rounds
         self.K, self.most = rows + draft_steps, 4 * draft_steps
@@ -1478,6 +1500,15 @@ class DualState:
         self.stale, self.masks = self.drafted, self.drafted     # to check again; M one forward ago
         self.revised, self.checks = torch.zeros_like(x), torch.zeros_like(x)
         self.where, self.logits = torch.zeros_like(x), None     # draft logits at the commit (n, V)
+        self.shown, self.shift = torch.full_like(x, -1), shift  # tokens the cache was made of
+
+    def show(self, rows, x, window=None, held=None):
+        """A forward of `rows` over canvas x stores keys and values of its window, but not held."""
+        fresh = rows[:, None] & (True if window is None else earlier_too(window, self.shift))
+        self.held = rows & False if held is None else held.any(1)
+        if held is not None:
+            fresh = fresh & ~earlier_too(held, self.shift)
+        self.shown = torch.where(fresh, x, self.shown)
 
     def new_block(self):
         """Verified rows start a block with the verifier's keys and values, others afresh."""
@@ -1516,10 +1547,9 @@ class DualState:
             return self.masks | masks
         return block if cache == "dual" else since_first(block)
 
-    def after(self, kind, rows, masks, commit, remask, logits, shared):
+    def after(self, kind, rows, masks, commit, checked, remask, logits, shared):
         """Bookkeeping after a forward of `rows`; logits (k, V) of what it committed."""
         verified = kind == "verify"
-        checked = self.drafted & rows[:, None]
         if verified:
             share = remask.sum(1) / checked.sum(1).clamp(min=1)
             self.rounds = self.rounds + rows
@@ -1533,7 +1563,7 @@ class DualState:
         full = rows & (kind != "window")
         self.stored = torch.where(full, shared or not verified, self.stored)
         changed = commit | remask
-        self.clean = torch.where(rows, full & ~changed.any(1), self.clean)
+        self.clean = torch.where(rows, full & ~changed.any(1) & ~self.held, self.clean)
         self.masks = torch.where(rows[:, None], masks, self.masks)
         near = F.max_pool1d(changed[:, None].float(), 9, stride=1, padding=4)[:, 0] > 0
         self.stale = self.stale | (near & (self.checks > 0) & ~changed)
@@ -1554,8 +1584,11 @@ def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revision
     if not callable(verify):
         raise ValueError(f"verify is {verify!r}, expected verify_trust, verify_kl, "
                          "verify_confidence or a callable like them")
-    if view not in ("visible", "leave_one_out"):
-        raise ValueError(f"view is {view!r}, expected 'visible' or 'leave_one_out'")
+    if view not in ("visible", "leave_one_out", "cover"):
+        raise ValueError(f"view is {view!r}, expected 'visible', 'leave_one_out' or 'cover'")
+    if view == "cover" and drafter is not None:
+        raise ValueError("view='cover' needs the verifier's own keys and values of the drafted "
+                         "tokens: it takes no second drafter")
     if cache not in (None, "prefix", "dual", "dkv"):
         raise ValueError(f"cache is {cache!r}, expected None, 'prefix', 'dual' or 'dkv'")
     if drafter is not None and drafter.mask_id != denoiser.mask_id:
@@ -1645,7 +1678,7 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
             ask = generated & (column < end) & live
             logits = denoiser(x, ask, visible, work=record.work)
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
-            confidence = confidence.float()
+            latest, last = latest.to(confidence.dtype), last.to(confidence.dtype)
             mean = (latest * ever).sum(1) / ever.sum(1)         # NaN before the first commit
             above = masks & (score > mean.nan_to_num(nan=1.0)[:, None])
             commit = torch.where((above.sum(1) >= n)[:, None], above,
@@ -1742,7 +1775,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             valid = (shown == x) & (x != M)
             seeds = again & ~seeds & valid & (checks < max_checks)      # now the next candidates
             if denoiser.shift:      # i is read at i-1, and its own row reads i+1
-                seeds &= F.pad(shown == x, (1, 0))[:, :-1] & ~F.pad(x == M, (0, 1))[:, 1:]
+                seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
+                seeds &= ~F.pad(block & (x == M), (0, 1))[:, 1:]
             d_in, d_out = dependence(kv.attention, earlier_too(block & live, denoiser.shift),
                                      block & (x == M), commit, seeds, denoiser.shift)
             worth = (score or seed_score)(u, d_in, d_out)
@@ -2045,7 +2079,7 @@ def main(argv=None):
     cli.add_argument("--draft-steps", type=int, help="dual_diffusion: K, forwards per verification")
     cli.add_argument("--verify", choices=sorted(VERIFIERS), help="dual_diffusion: the rule")
     cli.add_argument("--tau", type=float, help="dual_diffusion: the rule's threshold")
-    cli.add_argument("--view", choices=("visible", "leave_one_out"),
+    cli.add_argument("--view", choices=("visible", "leave_one_out", "cover"),
                      help="dual_diffusion: what the verifier sees of a checked token")
     cli.add_argument("--adaptive", action="store_true", default=None,
                      help="dual_diffusion: K follows the share taken back")

@@ -120,6 +120,7 @@ def test_the_shadow_changes_nothing_for_the_canvas():
 ROWS = [[4, 8, 15], [16, M, 7, 2, M, 1], [3]]
 KNOBS = [dict(), dict(view="visible", cache="prefix"), dict(verify=partial(verify_kl, tau=.05)),
          dict(cache="dkv", draft_steps=2, adaptive=True), dict(cache=None, verify=reject_all),
+         dict(view="cover", draft_steps=2), dict(view="cover", cache=None, verify=reject_all),
          dict(adaptive=True, verify=partial(verify_confidence, tau=.9), factor=1.0)]
 
 
@@ -215,7 +216,7 @@ def test_given_tokens_are_never_taken_back():
     assert all(r.kind == "remask" and r.old != M for r in out.revisions)
 
 
-@pytest.mark.parametrize("view", ["visible", "leave_one_out"])
+@pytest.mark.parametrize("view", ["visible", "leave_one_out", "cover"])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_verifier_that_rejects_everything_ends(view, adaptive):
     """Progress: fewer re-masked than drafted per round, each position at most max_revisions."""
@@ -229,6 +230,31 @@ def test_a_verifier_that_rejects_everything_ends(view, adaptive):
         assert not out.revisions or times[3:].max() <= most
         assert int(out.nfe) <= 2 * (16 + len(out.revisions)) + 2
     assert out.revisions
+
+
+@pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])
+@pytest.mark.parametrize("cache", [None, "dual", "prefix"])
+def test_the_cover_view_checks_only_what_is_stored(make, shift, cache, monkeypatch):
+    """Every checked token's stored keys were made of itself; every draft is checked in the end; no
+    forward processes more than the canvas."""
+    shown, checked, call = torch.full((1, 23), -1), [], Denoiser.__call__
+    def spy(self, x, ask, mask=None, *, seeds=None, window=None, **kw):
+        def late(t):
+            return t | torch.cat([t[:, 1:], t[:, :1] & False], 1) if shift else t
+        if seeds is not None and seeds.any():
+            assert torch.equal(shown[late(seeds)], x[late(seeds)]) and (x[seeds] != M).all()
+            checked.append(seeds)
+        fresh = torch.ones_like(x, dtype=torch.bool) if window is None else late(window)
+        fresh = fresh if seeds is None else fresh & ~late(seeds)
+        shown[fresh] = x[fresh]
+        return call(self, x, ask, mask, seeds=seeds, window=window, **kw)
+    monkeypatch.setattr(Denoiser, "__call__", spy)
+    d = Denoiser(make(2), M, shift=shift)
+    out = sample_dual_diffusion(d, [[1, 2, 3]], gen_length=20, block_length=10, threshold=.1,
+                                draft_steps=2, view="cover", cache=cache,
+                                verify=partial(verify_confidence, tau=0.0))
+    assert torch.stack(checked).any(0)[0, 3:].sum() >= 19 - shift * 2 and not out.revisions
+    assert int(out.positions) <= 23 * int(out.nfe)
 
 
 def test_a_token_that_is_distrusted_comes_back_different():
@@ -279,6 +305,7 @@ def test_a_second_model_can_draft():
 @pytest.mark.parametrize("knobs, message", [
     (dict(draft_steps=0), "draft_steps is 0"), (dict(verify="kl"), "verify is 'kl'"),
     (dict(view="shadow"), "view is 'shadow'"), (dict(cache="both"), "cache is 'both'"),
+    (dict(view="cover", drafter=Denoiser(tiny_llama(1), M)), "takes no second drafter"),
     (dict(max_revisions=-1), "max_revisions is -1"), (dict(max_rounds=1.5), "max_rounds is 1.5"),
     (dict(threshold=.9, factor=1.0), "threshold and factor"),
     (dict(drafter=Denoiser(Table(torch.zeros(9, 9)), 8)), "the drafter's mask_id is 8"),
