@@ -1970,17 +1970,19 @@ def revision_statistics(out, reference=None):
     """What the revisions of a DecodeOutput were worth, as a dict.
 
     events, remasks, replaces: how many. flip_flops: see above. effective_share: the share of events
-    that are none, None without events; effective_share_remask: of the re-masks alone (COVER [9]
-    counts those). commits: all tokens committed; wasted_share: the share of them that only put a
-    re-masked token back. With `reference` (B, L) or (B, G) ids also became_right and became_wrong:
-    events that changed another token into the reference's, and away from it.
+    that are none, None without events; effective_remasks, effective_share_remask: of the re-masks
+    alone (COVER [9] counts those). commits: all tokens committed; restored, wasted_share: those
+    that only put a re-masked token back, and their share. With `reference`, (B, L) or (B, G) ids,
+    also became_right and became_wrong: events that changed another token into the reference's,
+    and away from it.
     """
     same = flip_flops(out)
     remask = [not f for f, r in zip(same, out.revisions) if r.kind == "remask"]
     restored = sum(r.kind == "remask" and r.new == r.old for r in out.revisions)
     commits = int((out.commit_step > 0).sum()) + len(out.revisions)
     stats = dict(events=len(same), remasks=len(remask), replaces=len(same) - len(remask),
-                 flip_flops=sum(same), commits=commits, wasted_share=restored / max(commits, 1),
+                 flip_flops=sum(same), effective_remasks=sum(remask), restored=restored,
+                 commits=commits, wasted_share=restored / max(commits, 1),
                  effective_share=1 - sum(same) / len(same) if same else None,
                  effective_share_remask=sum(remask) / len(remask) if remask else None)
     if reference is not None:
@@ -2009,9 +2011,26 @@ EXAMPLES = (
 SAMPLERS = {"llada": sample_llada, "fast_dllm": sample_fast_dllm, "dkv": sample_dkv,
             "dual_diffusion": sample_dual_diffusion, "wino": sample_wino, "saber": sample_saber,
             "cover": sample_cover}
-OPTIONAL = ("block_length", "steps", "remasking", "cfg_scale", "threshold", "factor", "cache",
-            "refresh", "draft_steps", "verify", "view", "adaptive")
 VERIFIERS = {"trust": verify_trust, "kl": verify_kl, "confidence": verify_confidence}
+KNOBS = {       # of single samplers: name -> type or choices, help
+    "block_length": (int, "default: llada one block, wino and saber 128, else 32"),
+    "steps": (int, "llada, dkv: forwards in all (llada's default: one token per forward)"),
+    "remasking": (REMASKING, "llada: which masks stay"),
+    "cfg_scale": (float, "llada: classifier-free guidance"),
+    "threshold": (float, "commit from this confidence; llada has none, dkv instead of steps"),
+    "factor": (float, "fast_dllm, dual_diffusion: commit by rank instead"),
+    "cache": (("prefix", "dual", "dkv"), "fast_dllm, cover, dual_diffusion: reuse keys, values"),
+    "refresh": (int, "dkv: a full forward every so many steps"),
+    "draft_steps": (int, "dual_diffusion: K, forwards per verification"),
+    "verify": (tuple(VERIFIERS), "dual_diffusion: the rule"),
+    "tau": (float, "dual_diffusion: the rule's threshold"),
+    "view": (("visible", "leave_one_out", "cover"), "dual_diffusion: what the verifier sees"),
+    "threshold_back": (float, "wino: re-mask below this"),
+    "n": (int, "saber: tokens to commit at least"),
+    "max_seeds": (int, "cover: tokens to re-check per forward"),
+    "tau_replace": (float, "cover: replace a token from this probability of another"),
+    "tau_remask": (float, "cover: re-mask a token below this probability"),
+}
 
 
 class LiveCanvas:
@@ -2058,6 +2077,8 @@ def main(argv=None):
     cli.add_argument("problem", nargs="?",
                      help="what to solve (default: a built-in problem of each family)")
     cli.add_argument("--sampler", choices=sorted(SAMPLERS), default="llada")
+    cli.add_argument("--compare", action="store_true",
+                     help="all samplers on each problem, as a table")
     cli.add_argument("--model", help="folder or hub id of LLaDA's, Dream's or a stock layout "
                                      "(default: the embedded model)")
     cli.add_argument("--mask-id", type=int,
@@ -2065,29 +2086,17 @@ def main(argv=None):
     cli.add_argument("--device", help="default: cuda when there is one, else cpu")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     cli.add_argument("--gen-length", type=int, default=64)
-    cli.add_argument("--block-length", type=int, help="default: llada one block, else 32")
-    cli.add_argument("--steps", type=int, help="llada, dkv: forwards in all (llada's default: one "
-                                               "token per forward)")
     cli.add_argument("--temperature", type=float, default=0.0)
-    cli.add_argument("--remasking", choices=REMASKING, help="llada: which masks stay")
-    cli.add_argument("--cfg-scale", type=float, help="llada: classifier-free guidance")
-    cli.add_argument("--threshold", type=float, help="fast_dllm, dkv: commit from this confidence")
-    cli.add_argument("--factor", type=float, help="fast_dllm: commit by rank instead")
-    cli.add_argument("--cache", choices=("prefix", "dual", "dkv"),
-                     help="fast_dllm (prefix, dual), dual_diffusion: reuse keys and values")
-    cli.add_argument("--refresh", type=int, help="dkv: a full forward every so many steps")
-    cli.add_argument("--draft-steps", type=int, help="dual_diffusion: K, forwards per verification")
-    cli.add_argument("--verify", choices=sorted(VERIFIERS), help="dual_diffusion: the rule")
-    cli.add_argument("--tau", type=float, help="dual_diffusion: the rule's threshold")
-    cli.add_argument("--view", choices=("visible", "leave_one_out", "cover"),
-                     help="dual_diffusion: what the verifier sees of a checked token")
+    for name, (kind, text) in KNOBS.items():
+        cli.add_argument("--" + name.replace("_", "-"), help=text,
+                         **{"choices" if isinstance(kind, tuple) else "type": kind})
     cli.add_argument("--adaptive", action="store_true", default=None,
                      help="dual_diffusion: K follows the share taken back")
     cli.add_argument("--postpone-eos", action="store_true",
                      help="fill end-of-text tokens last in their block")
     cli.add_argument("--early-stop", action="store_true",
                      help="stop after a block with an end of text")
-    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--seed", type=int, default=0, help="matters at a temperature above 0")
     cli.add_argument("--quiet", action="store_true", help="no canvas, the answer only")
     args = cli.parse_args(argv)
     disable_progress_bar()
@@ -2109,30 +2118,44 @@ def main(argv=None):
         cli.exit(1, f"dlm_spec.py: {e}\n")
 
 
+def _knobs(args, name):
+    """The keywords that were given, for a sampler; ValueError for one it does not have."""
+    takes = {*inspect.signature(SAMPLERS[name]).parameters}
+    takes |= {"tau"} if "verify" in takes else set()
+    knobs = {k: v for k in (*KNOBS, "adaptive") if (v := getattr(args, k)) is not None}
+    if (extra := knobs.keys() - takes) and not args.compare:
+        raise ValueError(f"--sampler {name} has no {', '.join(sorted(extra))}")
+    knobs = {k: knobs[k] for k in knobs.keys() & takes}
+    rule, tau = knobs.pop("verify", "confidence"), knobs.pop("tau", None)
+    if tau is not None and rule == "trust":
+        raise ValueError("--verify trust accepts everything: it has no --tau")
+    if "verify" in takes:
+        knobs["verify"] = VERIFIERS[rule] if tau is None else functools.partial(VERIFIERS[rule],
+                                                                                tau=tau)
+    return knobs
+
+
 def _solve(denoiser, problem, args):
     print(f"\n\033[1m{problem}\033[0m" if sys.stdout.isatty() else f"\n{problem}")
     ids, mask = denoiser.encode(problem)
-    sampler = SAMPLERS[args.sampler]
-    knobs = {k: v for k in OPTIONAL if (v := getattr(args, k)) is not None}
-    if args.tau is not None:
-        if args.verify == "trust":
-            raise ValueError("--verify trust accepts everything: it has no --tau")
-        knobs["tau"] = args.tau
-    if extra := knobs.keys() - {*inspect.signature(sampler).parameters,
-                                *(["tau"] if args.sampler == "dual_diffusion" else [])}:
-        raise ValueError(f"--sampler {args.sampler} has no {', '.join(sorted(extra))}")
-    if args.sampler == "dual_diffusion":
-        rule, tau = VERIFIERS[args.verify or "confidence"], knobs.pop("tau", None)
-        knobs["verify"] = rule if tau is None else functools.partial(rule, tau=tau)
-    start = time.perf_counter()
-    out = sampler(denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
-                  temperature=args.temperature, postpone_eos=args.postpone_eos,
-                  early_stop=args.early_stop, callback=None if args.quiet else LiveCanvas(denoiser),
-                  generator=torch.Generator(denoiser.device).manual_seed(args.seed), **knobs)
-    seconds = time.perf_counter() - start
-    print(f"-> {denoiser.decode(out.generated)[0]}")
-    print(f"   {int(out.nfe[0])} forwards, {seconds:.2f} s, "
-          f"{float(out.tokens_per_forward[0]):.2f} tokens per forward")
+    if args.compare:
+        print(f"   {'sampler':14s} {'forwards':>8s} {'positions':>9s} {'seconds':>7s} "
+              f"{'revisions':>9s}  answer")
+    for name in SAMPLERS if args.compare else [args.sampler]:
+        live = None if args.quiet or args.compare else LiveCanvas(denoiser)
+        start = time.perf_counter()
+        out = SAMPLERS[name](
+            denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
+            temperature=args.temperature, postpone_eos=args.postpone_eos,
+            early_stop=args.early_stop, callback=live, **_knobs(args, name),
+            generator=torch.Generator(denoiser.device).manual_seed(args.seed))
+        seconds, answer = time.perf_counter() - start, denoiser.decode(out.generated)[0]
+        if args.compare:
+            print(f"   {name:14s} {int(out.nfe[0]):8d} {int(out.positions[0]):9d} {seconds:7.2f} "
+                  f"{len(out.revisions):9d}  {' / '.join(answer.splitlines())}", flush=True)
+        else:
+            print(f"-> {answer}\n   {int(out.nfe[0])} forwards, {seconds:.2f} s, "
+                  f"{float(out.tokens_per_forward[0]):.2f} tokens per forward")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,10 +23,12 @@ def evaluate(denoiser, sampler, problems, *, batch_size=100, **knobs):
     """Decode and grade `problems` (of any families) with a `sample_*` function and its knobs.
 
     Returns a dict: n, right, accuracy, interval (95 % Wilson), nfe (mean per problem), positions,
-    tokens_per_forward, seconds, marks (a list of bool), texts.
+    tokens_per_forward, seconds, marks (a list of bool), texts, revisions (the counts of
+    `dlm_spec.revision_statistics`, summed).
     """
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].prompt))    # little padding
     texts, nfe, positions, speed = [None] * len(problems), 0, 0, 0.0
+    revisions = Counter()
     start = time.perf_counter()
     for at in range(0, len(order), batch_size):
         some = order[at : at + batch_size]
@@ -35,11 +38,14 @@ def evaluate(denoiser, sampler, problems, *, batch_size=100, **knobs):
             texts[i] = text
         nfe, positions = nfe + int(out.nfe.sum()), positions + int(out.positions.sum())
         speed += float(out.tokens_per_forward.sum())
+        found = dlm_spec.revision_statistics(out)
+        revisions.update({k: v for k, v in found.items() if isinstance(v, int)})
     seconds, n = time.perf_counter() - start, len(problems)
     marks = tasks.grade_all(problems, texts)
     return dict(n=n, right=sum(marks), accuracy=sum(marks) / n,
                 interval=tasks.wilson(sum(marks), n), nfe=nfe / n, positions=positions / n,
-                tokens_per_forward=speed / n, seconds=seconds, marks=marks, texts=texts)
+                tokens_per_forward=speed / n, seconds=seconds, marks=marks, texts=texts,
+                revisions=dict(revisions))
 
 
 def main():
@@ -64,7 +70,7 @@ def main():
                          steps=steps, gen_length=args.gen_length, block_length=args.block_length)
             low, high = r["interval"]
             rows.append({"family": family, "steps": steps,
-                         **{k: r[k] for k in r if k not in ("marks", "texts")}})
+                         **{k: r[k] for k in r if k not in ("marks", "texts", "revisions")}})
             print(f"{family:7s} {steps:3d} steps  {r['right']}/{r['n']} = "
                   f"{100 * r['accuracy']:.1f} %  [{100 * low:.1f}, {100 * high:.1f}]  "
                   f"{r['seconds']:.0f} s  ({torch.get_num_threads()} threads)", flush=True)

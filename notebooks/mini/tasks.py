@@ -201,13 +201,10 @@ def _choice(rng):
     lines = [question] + [f"{a}) {o}" for a, o in zip("ABCD", options)]
     if rng.random() < .5:
         lines.append("Give a reason, then the letter.")
-        verdicts = [f"{a}) {o} {'fits' if a == letter else 'not'}" for a, o in zip("ABCD", options)]
-        rng.shuffle(verdicts)
-        reason = f"{', '.join(verdicts)}." if rng.random() < .5 else rng.choice(reasons)
-        answer = f"{reason}\nAnswer: {letter}" + rng.choice(("", f") {right}"))
+        answer = f"{rng.choice(reasons)}\nAnswer: {letter}) {right}"
     else:
         lines.append("Give only the letter.")
-        answer = f"Answer: {letter}" + rng.choice(("", f") {right}", f") {right}"))
+        answer = f"Answer: {letter}) {right}"
     key = f"choice {question} {right} {sorted(wrong)}"
     return Problem("choice", "\n".join(lines), answer, letter, key)
 

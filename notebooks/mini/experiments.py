@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: MIT
+"""The experiments of notebooks 03 and 04: samplers against each other on the embedded model.
+
+    python notebooks/mini/experiments.py sweep -n 300        # choose knobs, on the validation split
+    python notebooks/mini/experiments.py test -n 2000        # the chosen ones, on the test split
+
+Results go into notebooks/results/<split>.json, a record per sampler, knobs and family with one
+mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped goes on
+where it was; records of at least n problems are kept.
+"""
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import tasks
+from evaluate import evaluate
+
+import dlm_spec
+
+RESULTS = HERE.parent / "results"
+G = 64
+SAMPLERS = {**dlm_spec.SAMPLERS}
+THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def sweep():
+    """Settings to choose from, as (sampler, knobs)."""
+    yield from (("fast_dllm", dict(threshold=t)) for t in THRESHOLDS)
+    yield from (("wino", dict(threshold=t)) for t in THRESHOLDS[:-1])
+    yield from (("saber", dict(n=n)) for n in (1, 2, 4))
+    yield from (("cover", dict(threshold=t)) for t in THRESHOLDS[:-1])
+    for t in (0.4, 0.6):
+        yield "cover", dict(threshold=t, seed_share=0.5)
+        yield "cover", dict(threshold=t, tau_replace=0.7)
+        yield "cover", dict(threshold=t, tau_remask=0.4)
+        yield "cover", dict(threshold=t, uncertainty="commit")
+        yield "cover", dict(threshold=t, cache="prefix")
+    for view in ("leave_one_out", "cover", "visible"):
+        for t in (0.5, 0.7, 0.9):
+            for K in (2, 4):
+                yield "dual_diffusion", dict(view=view, threshold=t, draft_steps=K)
+    yield from (("fast_dllm", dict(threshold=t, cache="dual", block_length=32)) for t in THRESHOLDS)
+
+
+CHOSEN = [("llada", dict(steps=G)), ("llada", dict(steps=16)),
+          ("fast_dllm", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.9)),
+          ("wino", dict(threshold=0.6)), ("saber", dict(n=2)), ("cover", dict(threshold=0.6)),
+          ("cover", dict(threshold=0.6, cache="prefix")),
+          ("fast_dllm", dict(threshold=0.9, cache="dual", block_length=32)),
+          ("dual_diffusion", dict(threshold=0.9, draft_steps=4))]
+
+
+def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
+    """Evaluate settings on n problems of each family; all records so far come back."""
+    RESULTS.mkdir(exist_ok=True)
+    path, denoiser = RESULTS / f"{split}.json", dlm_spec.load_denoiser()
+    records = json.loads(path.read_text()) if path.exists() else []
+    for family in families:
+        problems = tasks.problems(family, split, n)
+        for name, knobs in settings:
+            same = [r for r in records if (r["family"], r["sampler"], r["knobs"])
+                    == (family, name, knobs)]
+            if same and same[0]["n"] >= n:
+                continue
+            full = {"gen_length": G, "block_length": 32 if name == "dual_diffusion" else G} | knobs
+            if isinstance(full.get("verify"), list):        # [rule, options]
+                rule, options = full["verify"]
+                full["verify"] = partial(dlm_spec.VERIFIERS[rule], **options)
+            r = evaluate(denoiser, SAMPLERS[name], problems, batch_size=batch_size, **full)
+            records = [old for old in records if old not in same]
+            records.append({"family": family, "sampler": name, "knobs": knobs, "split": split,
+                            **{k: r[k] for k in ("n", "right", "nfe", "positions", "seconds",
+                                                 "revisions")},
+                            "marks": "".join("01"[m] for m in r["marks"])})
+            tmp = path.with_suffix(".tmp")
+            tmp.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+            tmp.replace(path)
+            print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {100 * r['accuracy']:5.1f} % "
+                  f"{r['nfe']:5.1f} forwards {r['positions']:6.0f} positions {r['seconds']:4.0f} s "
+                  f"{r['revisions'].get('events', 0)} revisions", flush=True)
+    return records
+
+
+def paired(a, b):
+    """Difference of two records' accuracies in points, and its 95 % interval: (d, low, high)."""
+    n = min(len(a["marks"]), len(b["marks"]))
+    d = [int(x) - int(y) for x, y in zip(a["marks"][:n], b["marks"][:n])]
+    mean = sum(d) / n
+    half = 1.96 * ((sum(v * v for v in d) / n - mean * mean) / n) ** .5
+    return 100 * mean, 100 * (mean - half), 100 * (mean + half)
+
+
+def main():
+    """The command line."""
+    cli = argparse.ArgumentParser(description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("what", choices=("sweep", "test"))
+    cli.add_argument("-n", type=int, default=300, help="problems per family")
+    cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
+    cli.add_argument("--samplers", nargs="+", choices=sorted(SAMPLERS), default=sorted(SAMPLERS))
+    args = cli.parse_args()
+    settings = [*sweep()] if args.what == "sweep" else CHOSEN
+    run([s for s in settings if s[0] in args.samplers],
+        "validation" if args.what == "sweep" else "test", args.n, args.families)
+
+
+if __name__ == "__main__":
+    main()
