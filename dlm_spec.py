@@ -338,9 +338,7 @@ class Denoiser:
             x = x.masked_fill(seeds, self.mask_id)
         column = column - late[row, column]     # shifted: i is read at i-1, the first at itself
         if window is not None:
-            window = window[live] & visible
-            if self.shift:
-                window = window | (F.pad(window[:, 1:], (0, 1)) & visible)
+            window = earlier_too(window[live] & visible, self.shift) & visible
             if not window[row, column].all():
                 raise ValueError("ask holds positions that are read outside the window")
             cost, positions = window.sum(1), columns_of(window)
@@ -513,6 +511,11 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None):
         index = index.clamp(min=0)      # rows without seeds name column 0
         hold, read, fresh = hold.gather(1, positions), index.gather(1, read), index.gather(1, fresh)
     return DualView(hold, read, fresh, look[:, None], seeds.any(1)[:, None, None, None])
+
+
+def earlier_too(window, shift):
+    """(B, L) bool, in shifted models with the column before each, where it is read."""
+    return window | F.pad(window[:, 1:], (0, 1)) if shift else window
 
 
 def columns_of(window):
@@ -1097,6 +1100,13 @@ def check_rule(threshold, factor=None, steps=None):
     if threshold is not None and threshold > 1:
         raise ValueError(f"threshold is {threshold}, expected a probability, at most 1")
     return 0.9 if not given else threshold
+
+
+def check_unit(**probabilities):
+    """ValueError unless each named value is a number in [0, 1]."""
+    for name, value in probabilities.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, expected a number from 0 to 1")
 
 
 class Recorder:
@@ -1699,13 +1709,6 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
     return record.finish(denoiser, x)
 
 
-def check_unit(**probabilities):
-    """ValueError unless each named value is a number in [0, 1]."""
-    for name, value in probabilities.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, expected a number from 0 to 1")
-
-
 # ---------------------------------------------------------------------------------------------
 # 10. COVER: draft and re-check in one forward, without taking the context away.
 
@@ -1836,11 +1839,6 @@ def apart(score, candidates, shift):
     score = score.masked_fill(~candidates, -torch.inf)
     left, right = (F.pad(score, pad, value=-torch.inf) for pad in ((1, 0), (0, 1)))
     return candidates & (score > left[:, :-1]) & (score >= right[:, 1:])
-
-
-def earlier_too(window, shift):
-    """(B, L) bool, in shifted models with the column before each, where it is read."""
-    return window | F.pad(window[:, 1:], (0, 1)) if shift else window
 
 
 def check_cover(denoiser, max_seeds, max_checks, uncertainty, cache, probe_layers):

@@ -116,11 +116,23 @@ def test_the_live_canvas_redraws_in_place_on_a_terminal(denoiser):
 @pytest.mark.parametrize("argv", [
     ["--sampler", "fast_dllm", "--cache", "prefix", "--threshold", ".8", "--block-length", "16"],
     ["--sampler", "dkv", "--steps", "32", "--refresh", "4"],
+    ["--sampler", "wino", "--threshold", ".7", "--threshold-back", ".8"],
+    ["--sampler", "saber", "--n", "4", "--block-length", "32"],
+    ["--sampler", "cover", "--threshold", ".7", "--max-seeds", "4", "--tau-replace", ".8",
+     "--tau-remask", ".3", "--cache", "prefix"],
+    ["--sampler", "dual_diffusion", "--view", "cover", "--draft-steps", "2"],
     ["--sampler", "dual_diffusion", "--verify", "kl", "--tau", ".2", "--adaptive", "--early-stop"]])
 def test_every_sampler_has_its_knobs_on_the_command_line(argv, capsys):
     dlm_spec.main(["Ann has 5 pens. She buys 4 more. How many pens are left?", "--device", "cpu",
                    "--quiet", *argv])
     assert "forwards" in capsys.readouterr().out
+
+
+def test_the_command_line_compares_all_samplers(capsys):
+    dlm_spec.main(["Ann has 5 pens. She buys 4 more. How many pens are left?", "--device", "cpu",
+                   "--compare", "--gen-length", "24", "--threshold", ".8"])
+    out = capsys.readouterr().out
+    assert all(f"   {name} " in out for name in dlm_spec.SAMPLERS) and out.count("####") >= 3
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
@@ -144,7 +156,9 @@ def test_the_copy_promise_of_the_readme_holds(tmp_path):
     parts = re.split(r"(?m)^# -{80,}\n(?=# \d+\. )", text)
     sections = {int(p[2:p.index(".")]): p for p in parts if re.match(r"# \d+\. ", p)}
     for n, call in ((6, "sample_llada(d, [[1, 2]], steps=3"), (7, "sample_fast_dllm(d, [[1, 2]]"),
-                    (7, "sample_dkv(d, [[1, 2]]"), (8, "sample_dual_diffusion(d, [[1, 2]]")):
+                    (7, "sample_dkv(d, [[1, 2]]"), (8, "sample_dual_diffusion(d, [[1, 2]]"),
+                    (9, "sample_wino(d, [[1, 2]]"), (9, "sample_saber(d, [[1, 2]]"),
+                    (10, "sample_cover(d, [[1, 2]]")):
         body = "".join(sections[i] for i in (1, 2, 4, 5, n))
         (tmp_path / "copied.py").write_text(head + body + f"""
 config = LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, intermediate_size=16,

@@ -1,11 +1,17 @@
-"""The same tokens, committed in the same order, as LLaDA's public sampler.
+"""The same tokens, committed and taken back in the same order, as the public samplers.
 
-`data/llada_traces.json` was recorded by running `generate` of ML-GSAI/LLaDA (generate.py, commit
-b7e6c35, unchanged) on the embedded model in fp64 on a CPU, one prompt at a time at temperature 0.
+The files in `data/` were recorded by running public code, unchanged, on the embedded model in fp64
+on a CPU, one prompt at a time at temperature 0:
+
+    llada_traces.json      `generate` of ML-GSAI/LLaDA (generate.py, commit b7e6c35)
+    revocable_traces.json  `decoding_wino` of Feng-Hong/WINO-DLLM
+                           (LLaDA/decoding.py, commit 9549a1d)
+                           and `generate_with_saber` of zhaoyMa/Saber (decoding.py, commit 2f061e2)
+
 The model was wrapped so that its logits of M and of ids past the tokenizer are -inf (the public
-sampler does not ban them) and so that every canvas it was given is kept; the trace is the forward
-at which each generated position stopped being M. In fp32 the tokens are the same too, but ends of
-text whose confidences differ by 1e-6 change places.
+samplers do not ban them) and so that every canvas it was given is kept; a trace holds the forward
+at which each generated position stopped being M, or the tokens that became M again. In fp32 the
+tokens are the same too, but ends of text whose confidences differ by 1e-6 change places.
 """
 import json
 from pathlib import Path
@@ -15,7 +21,9 @@ import torch
 
 import dlm_spec
 
-TRACES = json.loads((Path(__file__).parent / "data" / "llada_traces.json").read_text())
+DATA = Path(__file__).parent / "data"
+TRACES, REVOCABLE = (json.loads((DATA / f"{name}_traces.json").read_text())
+                     for name in ("llada", "revocable"))
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +39,21 @@ def test_tokens_and_commit_order_are_those_of_the_public_sampler(denoiser, knobs
             assert out.generated[0].tolist() == trace["tokens"]
             assert out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"]
             assert out.nfe.tolist() == [trace["nfe"]]
+
+
+@pytest.mark.parametrize("sampler", ["wino", "saber"])
+def test_tokens_and_revisions_are_those_of_the_public_sampler(denoiser, sampler):
+    """A re-mask in a trace is a token that was shown to a forward and no longer to the next;
+    what Saber takes back in the forward that committed it was never shown."""
+    events = 0
+    for trace in REVOCABLE:
+        if trace["sampler"] == sampler:
+            out = dlm_spec.SAMPLERS[sampler](denoiser, [trace["prompt"]], **trace["knobs"],
+                                             history=True)
+            assert out.generated[0].tolist() == trace["tokens"]
+            assert out.nfe.tolist() == [trace["nfe"]]
+            shown = [[r.forward, r.position, r.old] for r in out.revisions
+                     if out.history[r.forward - 1][0, r.position] == r.old]
+            assert sorted(shown) == sorted(trace["remasks"])
+            events += len(shown)
+    assert events > 10
