@@ -4,6 +4,9 @@ The files in `data/` were recorded by running public code, unchanged, on the emb
 on a CPU, one prompt at a time at temperature 0:
 
     llada_traces.json      `generate` of ML-GSAI/LLaDA (generate.py, commit b7e6c35)
+    fast_dllm_traces.json  `generate`, `generate_with_prefix_cache`, `generate_with_dual_cache` of
+                           NVlabs/Fast-dLLM (llada/generate.py, commit 24cc59e), which run one
+                           forward more for a block that is full after its first: `wasted`
     revocable_traces.json  `decoding_wino` of Feng-Hong/WINO-DLLM
                            (LLaDA/decoding.py, commit 9549a1d)
                            and `generate_with_saber` of zhaoyMa/Saber (decoding.py, commit 2f061e2)
@@ -22,8 +25,8 @@ import torch
 import dlm_spec
 
 DATA = Path(__file__).parent / "data"
-TRACES, REVOCABLE = (json.loads((DATA / f"{name}_traces.json").read_text())
-                     for name in ("llada", "revocable"))
+TRACES, FAST, REVOCABLE = (json.loads((DATA / f"{name}_traces.json").read_text())
+                           for name in ("llada", "fast_dllm", "revocable"))
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,15 @@ def test_tokens_and_commit_order_are_those_of_the_public_sampler(denoiser, knobs
             assert out.generated[0].tolist() == trace["tokens"]
             assert out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"]
             assert out.nfe.tolist() == [trace["nfe"]]
+
+
+@pytest.mark.parametrize("cache", [None, "prefix", "dual"])
+def test_tokens_and_forwards_are_those_of_the_public_cached_samplers(denoiser, cache):
+    for trace in FAST:
+        if trace["knobs"]["cache"] == cache:
+            out = dlm_spec.sample_fast_dllm(denoiser, [trace["prompt"]], **trace["knobs"])
+            assert out.generated[0].tolist() == trace["tokens"]
+            assert int(out.nfe) == trace["nfe"] - trace["wasted"]
 
 
 @pytest.mark.parametrize("sampler", ["wino", "saber"])

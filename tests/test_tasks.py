@@ -158,7 +158,7 @@ def test_numbers_below_a_hundred_are_one_token(tokenizer):
 
 def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
     mix = {"math": 1, "choice": 1, "code": 1}
-    x, answer, real = next(train.batches(tokenizer, 8, 0, mix))
+    x, answer, real = next(train.batches(tokenizer, 8, 0, mix, letters=0))
     assert x.shape == answer.shape == real.shape
     assert torch.equal(real == 0, x == tokenizer.pad_token_id)
     for row, a in zip(x, answer):
@@ -166,6 +166,16 @@ def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
         end = ids.index(tokenizer.eos_token_id)
         assert set(ids[end:]) == {tokenizer.eos_token_id}
     assert not (answer & (real == 0)).any()
+
+
+def test_letter_batches_teach_the_letter_alone(tokenizer):
+    mix, letters = {"math": 0, "choice": 1, "code": 0}, tokenizer.convert_tokens_to_ids([*"ABCD"])
+    found = train.batches(tokenizer, 8, 0, mix, letters=1.0, hide=0.0, questions="Which number")
+    for _ in range(3):
+        x, answer, _ = next(found)
+        assert (answer.sum(1) == 1).all() and set(x[answer].tolist()) <= set(letters)
+        assert not (x == tokenizer.mask_token_id).any()
+        assert all("Which number" in tokenizer.decode(row) for row in x)
 
 
 def test_a_resumed_run_sees_the_batches_it_would_have_seen(tokenizer):

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -67,14 +68,15 @@ def build_tokenizer():
                                    clean_up_tokenization_spaces=False)
 
 
-def batches(tokenizer, size, seed, mix, skip=0, letters=0.5):
+def batches(tokenizer, size, seed, mix, skip=0, letters=0.5, hide=1.0, questions=""):
     """Endless training batches (x, answer, attention_mask), each (size, L), of one family each.
 
     Problems come in pools that are sorted by prompt length, so that little is padded: prompts on
     the left, and answers by EOS up to a canvas length drawn per batch (decoding must work on all).
     One family per batch, and in a share `letters` of the batches of multiple choice only the letter
-    is to be learned (the rest is hidden at random): in a loss averaged over tokens that one token
-    drowns, and the model names the right option and a letter at random.
+    is to be learned (of the rest up to a share `hide` is hidden): in a loss averaged over tokens
+    that one token drowns, and the model names the right option and a letter at random. `questions`:
+    a regular expression, multiple choice is then limited to questions that begin like it.
     """
     pool_number, weights = 0, [mix[f] for f in tasks.FAMILIES]
     counts = [round(32 * w / sum(weights)) for w in weights]        # batches per pool
@@ -89,7 +91,10 @@ def batches(tokenizer, size, seed, mix, skip=0, letters=0.5):
             continue
         chunks = []
         for family, n in zip(tasks.FAMILIES, counts):
-            probs = tasks.problems(family, "train", n * size, seed=f"{seed}/{pool_number}")
+            probs = tasks.problems(family, "train", n * size * (4 if questions else 1),
+                                   seed=f"{seed}/{pool_number}")
+            if family == "choice":
+                probs = [p for p in probs if re.match(questions, p.prompt)][:n * size]
             prompts, answers = (tokenizer(texts, add_special_tokens=False)["input_ids"] if texts
                                 else [] for texts in ([p.prompt for p in probs],
                                                       [p.answer for p in probs]))
@@ -100,7 +105,7 @@ def batches(tokenizer, size, seed, mix, skip=0, letters=0.5):
         rng.shuffle(chunks)
         for i, chunk in enumerate(chunks):
             P, G = max(len(p) for p, _ in chunk), max(len(a) for _, a in chunk)
-            hide = torch.Generator().manual_seed(rng.getrandbits(32))
+            coin = torch.Generator().manual_seed(rng.getrandbits(32))
             G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .75
                  else max(G, rng.choice((48, 64, 64))))
             if i < skip:
@@ -110,9 +115,9 @@ def batches(tokenizer, size, seed, mix, skip=0, letters=0.5):
             real = torch.tensor([[0] * (P - len(p)) + [1] * (len(p) + G) for p, _ in chunk])
             answer = (torch.arange(P + G) >= P).expand(x.shape)
             letter = F.pad(answer & (x == said), (2, 0))[:, :-2]
-            if letter.any(1).all() and torch.rand((), generator=hide) < letters:
-                t = torch.rand(len(x), 1, generator=hide)
-                hidden = answer & ~letter & (torch.rand(x.shape, generator=hide) < t)
+            if letter.any(1).all() and torch.rand((), generator=coin) < letters:
+                t = hide * torch.rand(len(x), 1, generator=coin)
+                hidden = answer & ~letter & (torch.rand(x.shape, generator=coin) < t)
                 x, answer = x.masked_fill(hidden, tokenizer.mask_token_id), letter
             yield x, answer, real
         skip = 0
@@ -186,6 +191,10 @@ def main():
                      help="share of each family among the batches")
     cli.add_argument("--letters", type=float, default=0.5,
                      help="share of the batches of multiple choice that teach the letter alone")
+    cli.add_argument("--hide", type=float, default=1.0,
+                     help="the largest share of the rest that these batches hide")
+    cli.add_argument("--questions", default="",
+                     help="multiple choice only with questions that begin like this regex")
     cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
     cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
     cli.add_argument("--init", type=Path, help="a model folder whose weights to start from")
@@ -193,7 +202,8 @@ def main():
     args = cli.parse_args()
 
     torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer()
+    tokenizer = (build_tokenizer() if args.init is None
+                 else PreTrainedTokenizerFast.from_pretrained(args.init))
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden,
                          num_hidden_layers=args.layers, num_attention_heads=args.hidden // 48,
                          num_key_value_heads=args.hidden // 48,
@@ -236,7 +246,8 @@ def main():
     bar = tqdm(total=round(total), initial=round(spent), unit="s", mininterval=5)
     clock = time.monotonic()
     with open(args.run / "log.jsonl", "a") as log, sdpa_kernel(SDPBackend.MATH):
-        for x, answer, real in batches(tokenizer, args.batch, args.seed, mix, step, args.letters):
+        for x, answer, real in batches(tokenizer, args.batch, args.seed, mix, step, args.letters,
+                                       args.hide, args.questions):
             done = min(spent / total, 1.0)
             lr = (args.lr * min(1, (step + 1) / 200)
                   * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2))
