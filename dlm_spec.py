@@ -2001,8 +2001,8 @@ def revision_statistics(out, reference=None):
 EXAMPLES = (
     "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "
     "as many. How many shells are left?",
-    "Ann is taller than Leo. Leo is taller than Kim. Kim is taller than Max. Who is the tallest?\n"
-    "A) Kim\nB) Max\nC) Ann\nD) Leo\nGive a reason, then the letter.",
+    "Which of these is a kind of fruit?\nA) hammer\nB) bus\nC) iron\nD) plum\n"
+    "Give a reason, then the letter.",
     "Write a function solve(nums) that takes the numbers in nums greater than 4, multiplies by 3 "
     "each and returns their sum.",
 )

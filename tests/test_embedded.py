@@ -29,12 +29,9 @@ def test_the_checkpoint_is_a_small_stock_llama():
     assert d.mask_id == d.tokenizer.mask_token_id and d.eos_ids == (d.tokenizer.eos_token_id,)
 
 
-@pytest.mark.parametrize("family, least", [
-    ("math", .6), ("code", .85),
-    pytest.param("choice", .8, marks=pytest.mark.xfail(
-        reason="this checkpoint has not learned yet which letter an option has"))])
+@pytest.mark.parametrize("family, least", [("math", .75), ("choice", .6), ("code", .8)])
 def test_one_token_per_forward_solves_most_held_out_problems(denoiser, family, least):
-    """40 problems here; the model card has more, and what is missing from the bar of 90 %."""
+    """40 problems here, floors three standard errors below what the model card has on 400."""
     problems = tasks.problems(family, "test", 40)
     r = evaluate(denoiser, dlm_spec.sample_llada, problems, gen_length=64)
     assert r["accuracy"] >= least, r["texts"][:3]
@@ -63,7 +60,8 @@ def test_the_command_line_solves_its_built_in_problems():
     run = subprocess.run([sys.executable, "dlm_spec.py", "--device", "cpu"], cwd=ROOT, text=True,
                          capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("tokens per forward") == 3 and run.stdout.count("-> ") == 3
+    assert run.stdout.count("tokens per forward") == 3
+    assert len(re.findall("(?m)^-> ", run.stdout)) == 3
     for answer in ("#### ", "Answer: ", "def solve(nums):"):
         assert answer in run.stdout
     assert "░" in run.stdout and "\033" not in run.stdout       # not a terminal: plain lines
