@@ -893,8 +893,9 @@ def steps_per_block(steps, blocks, block_length):
     if steps is None:
         return None
     if not isinstance(steps, int) or steps < blocks:
-        raise ValueError(f"steps is {steps!r}, but there are {blocks} blocks of {block_length}: "
-                         "give each at least one")
+        raise ValueError(f"steps is {steps!r}, expected a whole number from {blocks}: there "
+                         f"{'is 1 block' if blocks == 1 else f'are {blocks} blocks'} of "
+                         f"{block_length}, and each needs at least one")
     return quota_schedule(torch.tensor([steps]), blocks)[0].tolist()
 
 
@@ -1365,6 +1366,8 @@ def verify_kl(judged, tokens, draft, *, tau=0.5, stochastic=False, generator=Non
     judged, draft: (..., V) logits of verifier and drafter, the latter at the moment of commit.
     tokens: (...) drafted ids. Returns (...) bool, True: take it back.
     """
+    if not tau >= 0 or (stochastic and tau == 0):
+        raise ValueError(f"tau is {tau}, expected nats from 0 (above 0 with stochastic)")
     p, q = judged.float().log_softmax(-1), draft.float().log_softmax(-1)
     kl = (p.exp() * (p - q)).nan_to_num(nan=0.0, neginf=0.0).sum(-1)      # 0 where p is 0
     if not stochastic:
@@ -1379,6 +1382,7 @@ def verify_confidence(judged, tokens, draft, *, tau=0.5, of="token"):
     """
     if of not in ("token", "max"):
         raise ValueError(f"of is {of!r}, expected 'token' or 'max'")
+    check_unit(tau=tau)
     p = judged.float().softmax(-1)
     p = p.gather(-1, tokens[..., None])[..., 0] if of == "token" else p.amax(-1)
     return p < tau

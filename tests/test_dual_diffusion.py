@@ -313,3 +313,12 @@ def test_a_second_model_can_draft():
 def test_wrong_knobs_say_what_was_wrong(knobs, message):
     with pytest.raises(ValueError, match=message):
         sample_dual_diffusion(Denoiser(tiny_llama(1), M), [[1, 2]], gen_length=4, **knobs)
+
+
+@pytest.mark.parametrize("rule, message", [
+    (partial(verify_kl, tau=float("nan")), "tau is nan"), (partial(verify_kl, tau=-1), "tau is -1"),
+    (partial(verify_kl, tau=0, stochastic=True), "tau is 0"),
+    (partial(verify_confidence, tau=1.5), "tau is 1.5")])
+def test_a_rule_says_what_is_wrong_with_its_threshold(rule, message):
+    with pytest.raises(ValueError, match=message):
+        rule(torch.zeros(2, 5), torch.zeros(2, dtype=torch.long), torch.zeros(2, 5))
