@@ -6,9 +6,9 @@ for every masked position a distribution over the token that belongs there. Text
 starting from a prompt followed by G masks and filling them over several forward passes.
 
     denoiser = load_denoiser()                    # the embedded model; or LLaDA, Dream, a folder
-    ids, mask = denoiser.encode("Tom has 7 apples. He buys 3 more. How many apples are left?")
-    out = sample_llada(denoiser, ids, attention_mask=mask, gen_length=32)
-    print(denoiser.decode(out.generated)[0])      # 7 + 3 = 10; #### 10
+    ids, mask = denoiser.encode(EXAMPLES[0])      # "Mia has 12 shells. She finds 5 more ..."
+    out = sample_llada(denoiser, ids, attention_mask=mask, gen_length=64)
+    print(denoiser.decode(out.generated)[0])      # 12 + 5 = 17; - 3 -> 14, 14 * 2 = 28; #### 28
 
 This is no framework: every sampler is a plain function over a denoiser and a canvas. Copy what you
 need: a sampler, the primitives above it and the denoiser stand on their own.
@@ -43,6 +43,11 @@ Glossary
     NFE               forward passes: how often a row's canvas went through the model
     q, k, v           (B, H, L, d) attention inputs after the rotary embedding; k, v may have
                       fewer heads
+    D                 |D| positions are committed in a forward           D in [9]
+    K                 drafter forwards between two verifications         K in [7]
+    seeds             committed tokens that a forward checks again       S in [9]
+    u, d_in, d_out    a seed's uncertainty; how much masks look at it, and it at new tokens
+                                                                         u, d_in, d_out in [9]
 """
 import argparse
 import functools
