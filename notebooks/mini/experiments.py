@@ -35,6 +35,9 @@ def sweep():
     yield from (("cover", dict(threshold=t)) for t in THRESHOLDS[:-1])
     for t in (0.4, 0.6):
         yield "cover", dict(threshold=t, seed_share=0.5)
+        yield "cover", dict(threshold=t, seed_share=1.0, max_seeds=16)
+        yield "cover", dict(threshold=t, seed_share=1.0, max_seeds=16, tau_replace=0.7,
+                            max_checks=4)
         yield "cover", dict(threshold=t, tau_replace=0.7)
         yield "cover", dict(threshold=t, tau_remask=0.4)
         yield "cover", dict(threshold=t, uncertainty="commit")
