@@ -587,3 +587,23 @@ def test_the_revisions_retell_the_history(sampler):
 def test_wrong_knobs_say_what_was_wrong(sampler, knobs, message):
     with pytest.raises(ValueError, match=message):
         sampler(Denoiser(tiny_llama(1), M), [[1, 2]], gen_length=4, **knobs)
+
+
+def test_wino_commits_at_most_twenty():
+    """70 % of 40 masks are 28; the cap is 20, then 70 % of 20, then 5 at least."""
+    out = sample_wino(Denoiser(Table(torch.zeros(60, 40)), M), [[1]], gen_length=40,
+                      block_length=40, threshold=0.0, threshold_back=0.0)
+    assert torch.bincount(out.commit_step[0])[1:].tolist() == [20, 14, 5, 1]
+
+
+def test_fewer_are_remasked_than_committed(monkeypatch):
+    """The cap that judge_seeds is given is one fewer than the forward's commits."""
+    caps, commits, judge = [], [], dlm_spec.judge_seeds
+    def spy(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs):
+        caps.append(most.tolist())
+        return judge(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs)
+    monkeypatch.setattr(dlm_spec, "judge_seeds", spy)
+    sample_cover(Denoiser(lively(tiny_llama, 3), M), [[1, 2], [3]], gen_length=32, block_length=16,
+                 threshold=.6, tau_replace=1.0,
+                 callback=lambda s: commits.append(s["committed"].sum(1).tolist()))
+    assert caps == [[n - 1 for n in row] for row in commits] and max(map(max, caps)) > 0
