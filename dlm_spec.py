@@ -1776,25 +1776,27 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             u = u.masked_scatter(ask, torch.special.entr(logits.float().softmax(1)).sum(1))
             tokens, confidence, surety = propose(denoiser, x, masks, logits[masks[ask]], **knobs)
             commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
-            replace, remask, better = judge_seeds(denoiser, x, seeds, logits[seeds[ask]],
-                                                  tau_replace, tau_remask, commit.sum(1) - 1, knobs)
+            replace, remask, better, p = judge_seeds(
+                denoiser, x, seeds, logits[seeds[ask]], tau_replace, tau_remask,
+                commit.sum(1) - 1, knobs)
             record.revise(x, replace, "replace")
             record.revise(x, remask, "remask")
             x = torch.where(commit, tokens, x)
             x = torch.where(replace, better, x).masked_fill(remask, M)
-            record.step(x, commit | replace, confidence)
+            record.step(x, commit | replace, torch.where(replace, p, confidence))
             checks = checks + seeds
             valid = (shown == x) & (x != M)
             seeds = again & ~seeds & valid & (checks < max_checks)      # now the next candidates
             if denoiser.shift:      # i is read at i-1, and its own row reads i+1
                 seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
                 seeds &= ~F.pad(block & (x == M), (0, 1))[:, 1:]
+            masks = block & (x == M)
             d_in, d_out = dependence(kv.attention, earlier_too(block & live, denoiser.shift),
-                                     block & (x == M), commit, seeds, denoiser.shift)
+                                     masks, commit, seeds, denoiser.shift)
             worth = (score or seed_score)(u, d_in, d_out)
-            number = (seed_share * seeds.sum(1)).ceil().long().clamp(max=max_seeds)
-            number = torch.minimum(number, commit.sum(1) - 1) * (block & (x == M)).any(1)
-            seeds = top_k(worth, apart(worth, seeds & (worth > min_score), denoiser.shift), number)
+            most = (seed_share * seeds.sum(1)).ceil().long().clamp(max=max_seeds)
+            most = torch.minimum(most, commit.sum(1) - 1) * masks.any(1)    # none in a full block
+            seeds = top_k(worth, apart(worth, seeds & (worth > min_score), denoiser.shift), most)
             if cache:
                 window = block if cache == "dual" else since_first(block) & visible
         if early_stop:
@@ -1804,14 +1806,15 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
 
 def judge_seeds(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs):
     """The outcomes of the seeds (B, L) with predictions logits (S, V): replace, remask, both
-    (B, L) bool, and the (B, L) canvas of predictions. `most` (B,): re-masks per row."""
+    (B, L) bool, the (B, L) canvas of predictions and their probabilities. `most` (B,): re-masks
+    per row."""
     if not seeds.any():
-        return seeds, seeds, x
+        return seeds, seeds, x, torch.ones(x.shape, dtype=logits.dtype, device=x.device)
     tokens, p, _ = propose(denoiser, x, seeds, logits, **{**knobs, "temperature": 0.0})
     own = p.new_ones(x.shape).masked_scatter(seeds, confidence_of(logits, x[seeds]).to(p.dtype))
     differs = seeds & (tokens != x)
     replace = differs & (p >= tau_replace)
-    return replace, top_k(-own, differs & ~replace & (own < tau_remask), most), tokens
+    return replace, top_k(-own, differs & ~replace & (own < tau_remask), most), tokens, p
 
 
 def dependence(maps, probe, masks, drafted, candidates, shift=False):

@@ -89,7 +89,8 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
         mask: (B, L) or (B, L, L) bool, True where a query may look.
         stale, fresh: keys and values of an earlier call and the (B, L) bool columns that are
             recomputed: in every layer the other columns keep their old ones. This is what a K/V
-            cache is meant to do, the slow way.
+            cache is meant to do, the slow way. With fresh (B, L, L) each query has keys and values
+            of its own: fresh ones in its row's columns, stale ones elsewhere.
     Returns (B, L, V) logits (meaningless outside `fresh`) and the keys and values,
     a (k, v) per layer, (B, L, H_kv, d).
     """
@@ -121,18 +122,23 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
         if at + "self_attn.q_norm.weight" in w:
             q, k = norm(q, at + "self_attn.q_norm"), norm(k, at + "self_attn.k_norm")
         q, k = rope(q), rope(k)
-        if stale is not None:
+        own = stale is not None and fresh.dim() == 3
+        if stale is not None and not own:
             k = torch.where(fresh[:, :, None, None], k, stale[layer][0])
             v = torch.where(fresh[:, :, None, None], v, stale[layer][1])
         kept.append((k, v))
         heads = []
         for i in range(HEADS):
             g = i * k.shape[2] // HEADS                      # the k, v head that query head i reads
-            score = q[:, :, i] @ k[:, :, g].mT / HEAD_DIM ** .5
+            K, V = k[:, None, :, g], v[:, None, :, g]        # (B, query or 1, column, d)
+            if own:
+                K = torch.where(fresh[..., None], K, stale[layer][0][:, None, :, g])
+                V = torch.where(fresh[..., None], V, stale[layer][1][:, None, :, g])
+            score = (q[:, :, None, i] @ K.mT)[:, :, 0] / HEAD_DIM ** .5
             if mask is not None:
                 # finite: rows that see nothing stay numbers
                 score = score.masked_fill(~mask, -1e30)
-            heads.append(score.softmax(-1) @ v[:, :, g])
+            heads.append((score.softmax(-1)[:, :, None] @ V)[:, :, 0])
         h = h + linear(torch.cat(heads, -1), "self_attn.o_proj")
         a = norm(h, at + "post_attention_layernorm")
         gate = linear(a, "mlp.gate_proj")

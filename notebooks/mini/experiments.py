@@ -11,7 +11,6 @@ where it was; records of at least n problems are kept.
 import argparse
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +22,6 @@ import dlm_spec
 
 RESULTS = HERE.parent / "results"
 G = 64
-SAMPLERS = {**dlm_spec.SAMPLERS}
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -70,10 +68,7 @@ def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
             if same and same[0]["n"] >= n:
                 continue
             full = {"gen_length": G, "block_length": 32 if name == "dual_diffusion" else G} | knobs
-            if isinstance(full.get("verify"), list):        # [rule, options]
-                rule, options = full["verify"]
-                full["verify"] = partial(dlm_spec.VERIFIERS[rule], **options)
-            r = evaluate(denoiser, SAMPLERS[name], problems, batch_size=batch_size, **full)
+            r = evaluate(denoiser, dlm_spec.SAMPLERS[name], problems, batch_size=batch_size, **full)
             records = [old for old in records if old not in same]
             records.append({"family": family, "sampler": name, "knobs": knobs, "split": split,
                             **{k: r[k] for k in ("n", "right", "nfe", "positions", "seconds",
@@ -104,7 +99,8 @@ def main():
     cli.add_argument("what", choices=("sweep", "test"))
     cli.add_argument("-n", type=int, default=300, help="problems per family")
     cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
-    cli.add_argument("--samplers", nargs="+", choices=sorted(SAMPLERS), default=sorted(SAMPLERS))
+    cli.add_argument("--samplers", nargs="+", choices=sorted(dlm_spec.SAMPLERS),
+                     default=sorted(dlm_spec.SAMPLERS))
     args = cli.parse_args()
     settings = [*sweep()] if args.what == "sweep" else CHOSEN
     run([s for s in settings if s[0] in args.samplers],
