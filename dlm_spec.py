@@ -542,22 +542,17 @@ def pad_left(rows, pad_id):
 # ---------------------------------------------------------------------------------------------
 # 3. Loading: LLaDA is Llama and Dream is Qwen2, so their weights go into the stock classes by name.
 
-# one group per pattern and only \1: all that transformers 5 understands in a key_mapping
-LLADA_NAMES = {
+LLADA_NAMES = {     # one group per pattern and only \1: all that transformers 5 takes as key_mapping
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
     r"^model\.transformer\.ln_f\.": "model.norm.",
-    # the head; a block's own ff_out is its down projection
-    r"^model\.transformer\.ff_out\.": "lm_head.",
-    r"^model\.transformer\.blocks\.(\d+)\.attn_norm\.": r"model.layers.\1.input_layernorm.",
-    r"^model\.transformer\.blocks\.(\d+)\.q_proj\.": r"model.layers.\1.self_attn.q_proj.",
-    r"^model\.transformer\.blocks\.(\d+)\.k_proj\.": r"model.layers.\1.self_attn.k_proj.",
-    r"^model\.transformer\.blocks\.(\d+)\.v_proj\.": r"model.layers.\1.self_attn.v_proj.",
-    r"^model\.transformer\.blocks\.(\d+)\.attn_out\.": r"model.layers.\1.self_attn.o_proj.",
-    r"^model\.transformer\.blocks\.(\d+)\.ff_norm\.": r"model.layers.\1.post_attention_layernorm.",
-    # the one under the silu
-    r"^model\.transformer\.blocks\.(\d+)\.ff_proj\.": r"model.layers.\1.mlp.gate_proj.",
-    r"^model\.transformer\.blocks\.(\d+)\.up_proj\.": r"model.layers.\1.mlp.up_proj.",
-    r"^model\.transformer\.blocks\.(\d+)\.ff_out\.": r"model.layers.\1.mlp.down_proj.",
+    r"^model\.transformer\.ff_out\.": "lm_head.",       # a block's own ff_out: its down projection
+    **{rf"^model\.transformer\.blocks\.(\d+)\.{theirs}\.": rf"model.layers.\1.{ours}."
+       for theirs, ours in {
+           "attn_norm": "input_layernorm", "q_proj": "self_attn.q_proj",
+           "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
+           "attn_out": "self_attn.o_proj", "ff_norm": "post_attention_layernorm",
+           "ff_proj": "mlp.gate_proj",                  # the one under the silu
+           "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj"}.items()},
 }
 LLADA_MUST_BE = {
     "block_type": "llama", "block_group_size": 1, "activation_type": "silu", "rope": True,
@@ -577,11 +572,11 @@ def llada_config(c):
     _need(c, "LLaDA", "d_model", "n_heads", "n_layers", "vocab_size", "max_sequence_length")
     return LlamaConfig(
         vocab_size=c.get("embedding_size") or c["vocab_size"], hidden_size=c["d_model"],
-        num_hidden_layers=c["n_layers"],
-        num_attention_heads=c["n_heads"], num_key_value_heads=c.get("n_kv_heads") or c["n_heads"],
+        num_hidden_layers=c["n_layers"], num_attention_heads=c["n_heads"],
+        num_key_value_heads=c.get("n_kv_heads") or c["n_heads"],
         intermediate_size=c.get("mlp_hidden_size") or c.get("mlp_ratio", 4) * c["d_model"],
         max_position_embeddings=c["max_sequence_length"], rms_norm_eps=c.get("rms_norm_eps", 1e-5),
-        tie_word_embeddings=bool(c.get("weight_tying", False)), **_ids(c), **_rope(c))
+        tie_word_embeddings=bool(c.get("weight_tying", False)), **_ids_and_rope(c))
 
 
 def dream_config(c):
@@ -594,8 +589,7 @@ def dream_config(c):
     _need(c, "Dream", *shape)
     same = shape + ("hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     return Qwen2Config(num_key_value_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-                       shift_logits=True, **{k: c[k] for k in same if k in c}, **_ids(c),
-                       **_rope(c))
+                       shift_logits=True, **{k: c[k] for k in same if k in c}, **_ids_and_rope(c))
 
 
 def _need(c, kind, *fields):
@@ -603,21 +597,16 @@ def _need(c, kind, *fields):
         raise ValueError(f"the config.json of this {kind} checkpoint lacks {', '.join(missing)}")
 
 
-def _ids(c):
-    """Named even when absent: the stock classes have ids of their own as defaults."""
-    return {k: c.get(k) for k in ("mask_token_id", "bos_token_id", "eos_token_id", "pad_token_id")}
-
-
-def _rope(c):
-    """The rotary base, under the name that this transformers gives it (5: `rope_parameters`)."""
+def _ids_and_rope(c):
+    """The special ids, absent ones too (the stock classes have defaults of their own), and the
+    rotary base."""
     scaling = c.get("rope_scaling") or c.get("rope_parameters") or {}
     if scaling.get("rope_type", scaling.get("type", "default")) != "default":
         raise ValueError(f"this checkpoint has rope_scaling={scaling!r}; "
                          "only plain rotary embeddings are mapped")
     theta = float(c.get("rope_theta") or scaling.get("rope_theta") or 10000.0)
-    if hasattr(LlamaConfig(), "rope_parameters"):
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    return {"rope_theta": theta}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta},
+            **{k + "_token_id": c.get(k + "_token_id") for k in ("mask", "bos", "eos", "pad")}}
 
 
 def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, shift=None,
@@ -631,13 +620,13 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
 
     Args:
         device: default a CUDA device when there is one, else the CPU. Not together with
-            `device_map` or `quantization_config`, which place the weights themselves.
+            `device_map`, `tp_plan` or `quantization_config`, which place the weights themselves.
         dtype: default bfloat16 when there is a CUDA device and the model is not sent to the
             CPU, else float32.
         mask_id: needed when the checkpoint's files do not name it.
         shift: whether position i is read at i-1; default what config.json says (`shift_logits`),
             else True for Dream's layout and False for others.
-        from_pretrained: passed on (`quantization_config`, `device_map`, `revision`,
+        from_pretrained: passed on (`quantization_config`, `device_map`, `tp_plan`, `revision`,
             `local_files_only`, ...).
     Raises ValueError when nothing is found there, when a weight is missing, unexpected or of
     another shape, when the architecture cannot be mapped, and when no mask id is known.
@@ -645,9 +634,9 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
     name = os.path.expanduser(str(name_or_path if name_or_path is not None else EMBEDDED_MODEL))
     if str(device).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device here")
-    placed = [k for k in ("device_map", "quantization_config")
+    placed = [k for k in ("device_map", "tp_plan", "quantization_config")
               if from_pretrained.get(k) is not None]
-    _check_from_pretrained(from_pretrained, device, placed)
+    _refuse(from_pretrained, device, placed)
     hub = {k: from_pretrained[k]
            for k in ("revision", "cache_dir", "token", "local_files_only", "subfolder")
            if k in from_pretrained}
@@ -659,21 +648,29 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
         on_cpu = (str(device or from_pretrained.get("device_map")).startswith("cpu")
                   or not torch.cuda.is_available())
         dtype = torch.float32 if on_cpu else torch.bfloat16
-    names = {}
     if kind == "llada":
-        cls, model_config, names = (LlamaForCausalLM, llada_config(config),
-                                    {"key_mapping": LLADA_NAMES})
+        cls, model_config = LlamaForCausalLM, llada_config(config)
+        from_pretrained["key_mapping"] = LLADA_NAMES
     elif kind == "dream":
         cls, model_config = Qwen2ForCausalLM, dream_config(config)
     else:
-        cls, model_config = AutoModelForCausalLM, _stock_config(name, config.get("model_type"), hub)
-    model = _load_strictly(cls, name, config=model_config, dtype=dtype, **names, **from_pretrained)
-    if device is not None:
-        model = model.to(device)
-    return _finish(model, name, config, hub, mask_id, shift)
+        cls = AutoModelForCausalLM
+        try:
+            model_config = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
+        except (ValueError, KeyError) as e:
+            raise ValueError(f"model_type {config.get('model_type')!r} of {name!r} is neither "
+                             "LLaDA, nor Dream, nor known to this transformers; code of a "
+                             "checkpoint is never run") from e
+    model = _load_strictly(cls, name, config=model_config, dtype=dtype, **from_pretrained)
+    model = model if device is None else model.to(device)
+    tokenizer = _tokenizer(kind, name, hub)
+    shift = config.get("shift_logits", kind == "dream") if shift is None else shift
+    return Denoiser(model, shift=bool(shift), tokenizer=tokenizer,
+                    **_special_ids(config, tokenizer, mask_id))
 
 
-def _check_from_pretrained(given, device, placed):
+def _refuse(given, device, placed):
+    """ValueErrors of load_denoiser's keywords."""
     if given.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code=True was given, but no code of a checkpoint is ever "
                          "run here: drop it")
@@ -689,6 +686,7 @@ def _check_from_pretrained(given, device, placed):
 
 
 def _read_config(name, hub):
+    """config.json as a dict."""
     if name == str(EMBEDDED_MODEL) and not Path(name).is_dir():
         raise ValueError(f"the embedded model is missing from {name!r}: copy notebooks/mini along "
                          "with dlm_spec.py, or name a checkpoint")
@@ -707,15 +705,6 @@ def _read_config(name, hub):
     return config
 
 
-def _stock_config(name, kind, hub):
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **hub)
-    except (ValueError, KeyError) as e:
-        raise ValueError(f"model_type {kind!r} of {name!r} is neither LLaDA, nor Dream, nor known "
-                         "to this transformers; code of a checkpoint is never run") from e
-    return config
-
-
 def _load_strictly(cls, name, **kw):
     """from_pretrained, with a ValueError unless every weight of the model and of the files
     finds its match."""
@@ -723,50 +712,35 @@ def _load_strictly(cls, name, **kw):
         model, report = cls.from_pretrained(
             name, attn_implementation="dlm_spec", use_safetensors=True, output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported; they are refused below
-            # generation_config given: else 4.57 runs custom_generate/
             trust_remote_code=False, generation_config=GenerationConfig(), **kw)
     except (OSError, SafetensorError) as e:
         raise ValueError(f"the weights of {name!r} cannot be read: safetensors files are needed, "
                          "all of them and whole (pickled ones, pytorch_model.bin, "
                          f"can run code and are not opened): {e}") from e
-    faults = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-    wrong = {k: sorted(map(str, report[k])) for k in faults if report.get(k)}
+    wrong = [f"{k} {sorted(map(str, report[k]))[:4]}{' ...' if len(report[k]) > 4 else ''}"
+             for k in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+             if report.get(k)]
     if wrong:
-        raise ValueError(f"{name!r} does not fit {type(model).__name__}: " +
-                         "; ".join(f"{k} {v[:4]}{' ...' if len(v) > 4 else ''}"
-                                   for k, v in wrong.items()))
-    # with it, 5.x saves LLaDA's names under a Llama config
-    vars(model).pop("_weight_conversions", None)
+        raise ValueError(f"{name!r} does not fit {type(model).__name__}: {'; '.join(wrong)}")
+    vars(model).pop("_weight_conversions", None)    # else it is saved under LLaDA's names
     return model
 
 
-def _finish(model, name, config, hub, mask_id, shift):
-    """Tokenizer and ids around a loaded model."""
-    kind = str(config.get("model_type")).lower()
-    tokenizer = _tokenizer(kind, name, hub)
+def _special_ids(config, tokenizer, mask_id):
+    """The id keywords of Denoiser, from config.json and the tokenizer."""
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-    if mask_id is None:
-        mask_id = config.get("mask_token_id")
-    if mask_id is None and tokenizer is not None:
-        mask_id = next((vocabulary[s] for s in ("<|mask|>", "<|mdm_mask|>", "[MASK]")
-                        if s in vocabulary), tokenizer.mask_token_id)
-    V = model.get_input_embeddings().weight.shape[0]
-    if isinstance(mask_id, int) and mask_id >= V:
-        raise ValueError(f"mask_id is {mask_id}, but {name!r} has embeddings for {V} ids only")
+    named = [vocabulary[s] for s in ("<|mask|>", "<|mdm_mask|>", "[MASK]") if s in vocabulary]
+    known = (mask_id, config.get("mask_token_id"), *named,
+             getattr(tokenizer, "mask_token_id", None))
     eos = config.get("eos_token_id")
-    eos = [*eos] if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-    if tokenizer is not None:
-        eos += [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-        eos += [vocabulary[s] for s in ("<|eot_id|>", "<|im_end|>") if s in vocabulary]
+    eos = [*eos] if isinstance(eos, (list, tuple)) else [eos]
+    eos += [getattr(tokenizer, "eos_token_id", None)]
+    eos += [vocabulary[s] for s in ("<|eot_id|>", "<|im_end|>") if s in vocabulary]
     pad_id = config.get("pad_token_id")
-    if pad_id is None and tokenizer is not None:
-        pad_id = tokenizer.pad_token_id
-    n_tokens = max(vocabulary.values()) + 1 if vocabulary else config.get("vocab_size")
-    return Denoiser(model, mask_id, eos_ids=tuple(dict.fromkeys(eos)), pad_id=pad_id,
-                    n_tokens=n_tokens,
-                    shift=bool(config.get("shift_logits", kind == "dream")
-                               if shift is None else shift),
-                    tokenizer=tokenizer)
+    return dict(mask_id=next((i for i in known if i is not None), None),
+                eos_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
+                pad_id=getattr(tokenizer, "pad_token_id", None) if pad_id is None else pad_id,
+                n_tokens=max(vocabulary.values()) + 1 if vocabulary else config.get("vocab_size"))
 
 
 def _tokenizer(kind, name, hub):
@@ -783,7 +757,7 @@ def _tokenizer(kind, name, hub):
         return tokenizer
     except (OSError, ValueError, TypeError, KeyError, ImportError) as e:
         warnings.warn(f"no tokenizer could be opened in {name!r} ({type(e).__name__}): "
-                      "encode and decode will not work", stacklevel=4)
+                      "encode and decode will not work", stacklevel=3)
         return None
 
 
@@ -1723,11 +1697,11 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
 
 @torch.no_grad()
 def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold=0.7,
-                 tau_replace=0.9, tau_remask=0.2, max_seeds=8, seed_share=0.25, min_score=0.0,
-                 max_checks=2, uncertainty="entropy", score=None, probe_layers=None, cache=None,
-                 attention_mask=None, temperature=0.0, suppress_eos=False, postpone_eos=False,
-                 early_stop=False, logits_processor=None, generator=None, callback=None,
-                 history=False, streamer=None):
+                 tau_replace=0.9, tau_remask=0.2, spacing=4, max_seeds=8, seed_share=0.25,
+                 min_score=0.0, max_checks=2, closing=0, uncertainty="entropy", score=None,
+                 probe_layers=None, cache=None, attention_mask=None, temperature=0.0,
+                 suppress_eos=False, postpone_eos=False, early_stop=False, logits_processor=None,
+                 generator=None, callback=None, history=False, streamer=None):
     """Commit above a threshold; every forward also re-checks a few committed tokens, the *seeds*:
     they are M in its input, while all others keep seeing their stored keys and values (COVER [9]).
 
@@ -1737,17 +1711,23 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
 
     Args: as in sample_llada, and
         threshold: tau_draft, masks above it are committed, always the best one.
+        spacing: of the seeds within so many positions of each other that are to be replaced, the
+            surest one is; the others, judged in the belief that it stays, are checked again.
         max_seeds, seed_share, min_score: seeds per row and forward: at most max_seeds, that share
             of the candidates, one fewer than the last forward's commits; with a score above
             min_score.
         max_checks: how often a token's position is checked in all.
+        closing: a block that is full may have so many forwards more, as long as there are tokens in
+            it that were never checked: all at once, and re-masked without a limit per row. (A token
+            can first be checked two forwards after its commit.)
         uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
             the entropy when it was committed.
         score: the score of candidates, see seed_score: (u, d_in, d_out) -> (B, L).
         probe_layers: whose attention d_in and d_out read (default: the middle and the last one).
         cache: None, "prefix" or "dual", as in sample_fast_dllm.
-    The numbers, the outcomes' thresholds and the probe layers are our choices where [9] gives none.
-    Returns a DecodeOutput with `revisions`; nfe <= masks.
+    The numbers, the outcomes' thresholds, the probe layers, `spacing` and `closing` are our choices
+    where [9] gives none.
+    Returns a DecodeOutput with `revisions`; nfe <= masks + revisions + closing per block.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
     knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
@@ -1755,7 +1735,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     check_unit(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
                seed_share=seed_share)
-    probe_layers = check_cover(denoiser, max_seeds, max_checks, uncertainty, cache, probe_layers)
+    probe_layers = check_cover(denoiser, uncertainty, cache, probe_layers, spacing=spacing,
+                               max_seeds=max_seeds, max_checks=max_checks, closing=closing)
     column, M = torch.arange(x.shape[1], device=x.device), denoiser.mask_id
     record = Recorder(x, visible, P, callback, history, streamer)
     kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
@@ -1764,39 +1745,50 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
         masks = visible & (x == M)                          # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
         ours, seeds, window = block & masks, torch.zeros_like(masks), None
-        while (masks := block & (x == M)).any():
-            live = masks.any(1)[:, None]
+        left = torch.full_like(x[:, 0], closing)
+        while True:
+            masks = block & (x == M)
+            closed = ~masks.any(1) & (seeds | ours & (checks == 0)).any(1) & (left > 0)
+            live = (masks.any(1) | closed)[:, None]
+            if not live.any():
+                break
             again = ours & ~masks & live & (checks < max_checks)            # may be seeds next time
-            ask = masks | seeds | (again if uncertainty == "entropy" else False)
-            logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window,
-                              seeds=seeds, probe=earlier_too(block & live, denoiser.shift))
-            held = seeds | earlier_too(seeds, denoiser.shift)
+            ask = masks | seeds | (again if uncertainty == "entropy" else again & closed[:, None])
+            probe = earlier_too(block & live, denoiser.shift)
+            logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window, seeds=seeds,
+                              probe=probe)
+            held = earlier_too(seeds, denoiser.shift)
             fresh = live & ~held & (True if window is None else earlier_too(window, denoiser.shift))
             shown = torch.where(fresh, x, shown)
-            u = u.masked_scatter(ask, torch.special.entr(logits.float().softmax(1)).sum(1))
+            entropy = torch.special.entr(logits.float().softmax(1)).sum(1)
+            u = torch.where(ask if uncertainty == "entropy" else masks,
+                            u.masked_scatter(ask, entropy), u)
             tokens, confidence, surety = propose(denoiser, x, masks, logits[masks[ask]], **knobs)
             commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
-            replace, remask, better, p = judge_seeds(
-                denoiser, x, seeds, logits[seeds[ask]], tau_replace, tau_remask,
-                commit.sum(1) - 1, knobs)
+            drafted = commit.sum(1)
+            replace, remask, wait, better, p = judge_seeds(
+                denoiser, x, seeds, logits[seeds[ask]], knobs, tau_replace=tau_replace,
+                tau_remask=tau_remask, spacing=spacing,
+                most=torch.where(closed, x.shape[1], drafted - 1))
             record.revise(x, replace, "replace")
             record.revise(x, remask, "remask")
             x = torch.where(commit, tokens, x)
             x = torch.where(replace, better, x).masked_fill(remask, M)
             record.step(x, commit | replace, torch.where(replace, p, confidence))
-            checks = checks + seeds
+            checks, left = checks + (seeds & ~wait), left - closed.long()
+            masks, old = block & (x == M), seeds
             valid = (shown == x) & (x != M)
-            seeds = again & ~seeds & valid & (checks < max_checks)      # now the next candidates
+            seeds = again & ~old & valid & (checks < max_checks)        # now the next candidates
             if denoiser.shift:      # i is read at i-1, and its own row reads i+1
                 seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
-                seeds &= ~F.pad(block & (x == M), (0, 1))[:, 1:]
-            masks = block & (x == M)
-            d_in, d_out = dependence(kv.attention, earlier_too(block & live, denoiser.shift),
-                                     masks, commit, seeds, denoiser.shift)
-            worth = (score or seed_score)(u, d_in, d_out)
+                seeds &= ~F.pad(masks, (0, 1))[:, 1:]
+            worth = (score or seed_score)(u, *dependence(kv.attention, probe, masks, commit, seeds,
+                                                         denoiser.shift))
             most = (seed_share * seeds.sum(1)).ceil().long().clamp(max=max_seeds)
-            most = torch.minimum(most, commit.sum(1) - 1) * masks.any(1)    # none in a full block
-            seeds = top_k(worth, apart(worth, seeds & (worth > min_score), denoiser.shift), most)
+            most = torch.where(masks.any(1), torch.minimum(most, drafted - 1),
+                               torch.where(left > 0, x.shape[1], 0))
+            worthy = apart(worth, seeds & (worth > min_score), int(denoiser.shift))
+            seeds = top_k(worth, worthy, most)
             if cache:
                 window = block if cache == "dual" else since_first(block) & visible
         if early_stop:
@@ -1804,17 +1796,19 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     return record.finish(denoiser, x)
 
 
-def judge_seeds(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs):
-    """The outcomes of the seeds (B, L) with predictions logits (S, V): replace, remask, both
-    (B, L) bool, the (B, L) canvas of predictions and their probabilities. `most` (B,): re-masks
-    per row."""
+def judge_seeds(denoiser, x, seeds, logits, knobs, *, tau_replace, tau_remask, spacing, most):
+    """The outcomes of the seeds (B, L) with predictions logits (S, V): which to replace, to re-mask
+    (`most` (B,) per row at most) and to check again, all (B, L) bool; the (B, L) canvas of
+    predictions and their probabilities."""
     if not seeds.any():
-        return seeds, seeds, x, torch.ones(x.shape, dtype=logits.dtype, device=x.device)
+        return seeds, seeds, seeds, x, torch.ones(x.shape, dtype=logits.dtype, device=x.device)
     tokens, p, _ = propose(denoiser, x, seeds, logits, **{**knobs, "temperature": 0.0})
     own = p.new_ones(x.shape).masked_scatter(seeds, confidence_of(logits, x[seeds]).to(p.dtype))
     differs = seeds & (tokens != x)
-    replace = differs & (p >= tau_replace)
-    return replace, top_k(-own, differs & ~replace & (own < tau_remask), most), tokens, p
+    better = differs & (p >= tau_replace)
+    replace = apart(p - own, better, spacing)
+    remask = top_k(-own, differs & ~better & (own < tau_remask), most)
+    return replace, remask, better & ~replace, tokens, p
 
 
 def dependence(maps, probe, masks, drafted, candidates, shift=False):
@@ -1843,19 +1837,23 @@ def seed_score(u, d_in, d_out):
     return u * (1 + d_in) / (1 + d_out)
 
 
-def apart(score, candidates, shift):
-    """In shifted models, the candidates that beat their neighbours: seeds are never adjacent,
-    because one would be read at a row that is masked for the other."""
-    if not shift:
+def apart(score, candidates, spacing):
+    """The candidates (B, L) that beat all others within `spacing` positions. (In shifted models
+    neighbours are never seeds together: one would be read at a row that is masked for the other.)
+    """
+    if spacing == 0:
         return candidates
     score = score.masked_fill(~candidates, -torch.inf)
-    left, right = (F.pad(score, pad, value=-torch.inf) for pad in ((1, 0), (0, 1)))
-    return candidates & (score > left[:, :-1]) & (score >= right[:, 1:])
+    order = score.argsort(dim=1, descending=True, stable=True)
+    place = torch.arange(order.shape[1], 0, -1, device=order.device).expand_as(order)
+    rank = torch.zeros_like(order).scatter(1, order, place).masked_fill(~candidates, 0).double()
+    best = F.max_pool1d(rank[:, None], 2 * spacing + 1, stride=1, padding=spacing)[:, 0]
+    return candidates & (rank == best)
 
 
-def check_cover(denoiser, max_seeds, max_checks, uncertainty, cache, probe_layers):
+def check_cover(denoiser, uncertainty, cache, probe_layers, **counts):
     """The ValueErrors of sample_cover's own knobs; returns the probe layers."""
-    for name, value in (("max_seeds", max_seeds), ("max_checks", max_checks)):
+    for name, value in counts.items():
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} is {value!r}, expected a whole number from 0")
     if uncertainty not in ("entropy", "commit"):

@@ -302,6 +302,31 @@ def test_only_tokens_with_a_valid_entry_become_seeds(make, shift, cache, monkeyp
     assert total > 5
 
 
+@pytest.mark.parametrize("uncertainty", ["entropy", "commit"])
+@pytest.mark.parametrize("cache", [None, "dual"])
+def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypatch):
+    """With enough of it every generated token is a seed once, two forwards after its commit at the
+    earliest; it ends, and no forward is spent on a block that has nothing unchecked."""
+    seen = watch_seeds(monkeypatch)
+    for seed in range(3):
+        d = Denoiser(lively(tiny_llama, 3, seed), M)
+        for closing in (0, 1, 2, 40):
+            seen.clear()
+            out = sample_cover(d, [[1, 2, 3]], gen_length=16, block_length=8, threshold=.5,
+                               closing=closing, uncertainty=uncertainty, cache=cache,
+                               tau_remask=.9, tau_replace=.8)
+            full = [now for now in seen if not (now.x == M).any()
+                    or not (now.x[0, 3:11] == M).any() and now.x[0, 11:].eq(M).all()
+                    and now.seeds[0, :11].any()]
+            assert (out.sequences != M).all()
+            assert int(out.nfe) <= 16 + len(out.revisions) + 2 * closing
+            if closing == 0:
+                assert not full
+            if closing == 40:
+                checked = torch.stack([now.seeds[0] for now in seen]).any(0)
+                assert checked[3:].all() and not checked[:3].any() and full
+
+
 def test_outcomes_keep_replace_remask():
     """Four seeds: predicted again; another at .95; another at .6 and itself at .1; another at .6
     and itself at .3. And the cap keeps the unlikeliest."""
@@ -313,13 +338,41 @@ def test_outcomes_keep_replace_remask():
     p[3, 7], p[3, 6], p[3, 5] = .6, .25, .15
     x, seeds = torch.full((1, 12), 5), some_seeds(1, (0, 1), (0, 2), (0, 3), (0, 4))
     for most, remasked in ((3, [3, 4]), (1, [3]), (0, []), (-1, [])):
-        replace, remask, better, sure = dlm_spec.judge_seeds(d, x, seeds, p.log(), .9, .2,
-                                                             torch.tensor([most]), {})
+        replace, remask, wait, better, sure = dlm_spec.judge_seeds(
+            d, x, seeds, p.log(), {}, tau_replace=.9, tau_remask=.2, spacing=4,
+            most=torch.tensor([most]))
         assert sure[0, 2] == pytest.approx(.95, abs=1e-4)
         assert replace[0].nonzero()[:, 0].tolist() == [2] and better[0, 2] == 7
-        assert remask[0].nonzero()[:, 0].tolist() == remasked
-    _, remask, *_ = dlm_spec.judge_seeds(d, x, seeds, p.log(), .9, .12, torch.tensor([3]), {})
+        assert remask[0].nonzero()[:, 0].tolist() == remasked and not wait.any()
+    _, remask, *_ = dlm_spec.judge_seeds(d, x, seeds, p.log(), {}, tau_replace=.9, tau_remask=.12,
+                                         spacing=0, most=torch.tensor([3]))
     assert remask[0].nonzero()[:, 0].tolist() == [3]
+
+
+def test_of_close_replacements_the_surest_is_made_and_the_others_wait():
+    d, p = Denoiser(Table(torch.zeros(12, 40)), M), torch.full((4, 40), 1e-9)
+    for seed, sure in enumerate((.95, .99, .96, .97)):          # at 1, 2, 4 and 9
+        p[seed, 7], p[seed, 5] = sure, 1 - sure
+    x, seeds = torch.full((1, 12), 5), some_seeds(1, (0, 1), (0, 2), (0, 4), (0, 9))
+    for spacing, made in ((0, [1, 2, 4, 9]), (1, [2, 4, 9]), (2, [2, 9]), (4, [2, 9]), (7, [2])):
+        replace, remask, wait, *_ = dlm_spec.judge_seeds(
+            d, x, seeds, p.log(), {}, tau_replace=.9, tau_remask=1., spacing=spacing,
+            most=torch.tensor([9]))
+        assert replace[0].nonzero()[:, 0].tolist() == made and not remask.any()
+        assert torch.equal(replace | wait, seeds) and not (replace & wait).any()
+
+
+def test_apart_is_its_slow_definition():
+    g = torch.Generator().manual_seed(0)
+    for spacing in range(5):
+        score = torch.randint(0, 4, (20, 15), generator=g) / 2.0        # with ties
+        candidates = torch.rand(20, 15, generator=g) < .7
+        got = dlm_spec.apart(score, candidates, spacing)
+        for b in range(20):
+            for i in range(15):
+                near = [j for j in range(15) if candidates[b, j] and abs(i - j) <= spacing]
+                best = max(near, key=lambda j: (score[b, j], -j), default=-1)
+                assert got[b, i] == (candidates[b, i] & (best == i))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -566,9 +619,9 @@ def test_wino_commits_at_most_twenty():
 def test_fewer_are_remasked_than_committed(monkeypatch):
     """The cap that judge_seeds is given is one fewer than the forward's commits."""
     caps, commits, judge = [], [], dlm_spec.judge_seeds
-    def spy(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs):
+    def spy(*args, most, **knobs):
         caps.append(most.tolist())
-        return judge(denoiser, x, seeds, logits, tau_replace, tau_remask, most, knobs)
+        return judge(*args, most=most, **knobs)
     monkeypatch.setattr(dlm_spec, "judge_seeds", spy)
     sample_cover(Denoiser(lively(tiny_llama, 3), M), [[1, 2], [3]], gen_length=32, block_length=16,
                  threshold=.6, tau_replace=1.0,

@@ -4,7 +4,7 @@
     python notebooks/mini/experiments.py sweep -n 300        # choose knobs, on the validation split
     python notebooks/mini/experiments.py test -n 2000        # the chosen ones, on the test split
 
-Results go into notebooks/results/<split>.json, a record per sampler, knobs and family with one
+Results go into notebooks/results/<split>_<family>.json, a record per sampler and knobs with one
 mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped goes on
 where it was; records of at least n problems are kept.
 """
@@ -58,16 +58,15 @@ CHOSEN = [("llada", dict(steps=G)), ("llada", dict(steps=16)),
 def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
     """Evaluate settings on n problems of each family; all records so far come back."""
     RESULTS.mkdir(exist_ok=True)
-    path, denoiser = RESULTS / f"{split}.json", dlm_spec.load_denoiser()
-    records = json.loads(path.read_text()) if path.exists() else []
+    denoiser, everything = dlm_spec.load_denoiser(), []
     for family in families:
-        problems = tasks.problems(family, split, n)
+        path, problems = RESULTS / f"{split}_{family}.json", tasks.problems(family, split, n)
+        records = json.loads(path.read_text()) if path.exists() else []
         for name, knobs in settings:
-            same = [r for r in records if (r["family"], r["sampler"], r["knobs"])
-                    == (family, name, knobs)]
+            same = [r for r in records if (r["sampler"], r["knobs"]) == (name, knobs)]
             if same and same[0]["n"] >= n:
                 continue
-            full = {"gen_length": G, "block_length": 32 if name == "dual_diffusion" else G} | knobs
+            full = {"gen_length": G, "block_length": G} | knobs
             r = evaluate(denoiser, dlm_spec.SAMPLERS[name], problems, batch_size=batch_size, **full)
             records = [old for old in records if old not in same]
             records.append({"family": family, "sampler": name, "knobs": knobs, "split": split,
@@ -80,7 +79,8 @@ def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
             print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {100 * r['accuracy']:5.1f} % "
                   f"{r['nfe']:5.1f} forwards {r['positions']:6.0f} positions {r['seconds']:4.0f} s "
                   f"{r['revisions'].get('events', 0)} revisions", flush=True)
-    return records
+        everything += records
+    return everything
 
 
 def paired(a, b):
