@@ -61,6 +61,7 @@ import textwrap
 import time
 import warnings
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -542,7 +543,8 @@ def pad_left(rows, pad_id):
 # ---------------------------------------------------------------------------------------------
 # 3. Loading: LLaDA is Llama and Dream is Qwen2, so their weights go into the stock classes by name.
 
-LLADA_NAMES = {     # one group per pattern and only \1: all that transformers 5 takes as key_mapping
+# one group per pattern and only \1: all that transformers 5 understands in a key_mapping
+LLADA_NAMES = {
     r"^model\.transformer\.wte\.": "model.embed_tokens.",
     r"^model\.transformer\.ln_f\.": "model.norm.",
     r"^model\.transformer\.ff_out\.": "lm_head.",       # a block's own ff_out: its down projection
@@ -871,7 +873,7 @@ def steps_per_block(steps, blocks, block_length):
     """`steps` over the blocks, the remainder one each to the first; ValueError if some get none."""
     if steps is None:
         return None
-    if not isinstance(steps, int) or steps < blocks:
+    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps < blocks:
         raise ValueError(f"steps is {steps!r}, expected a whole number from {blocks}: there "
                          f"{'is 1 block' if blocks == 1 else f'are {blocks} blocks'} of "
                          f"{block_length}, and each needs at least one")
@@ -996,9 +998,9 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
     B, P = prompt.shape
     if B == 0:
         raise ValueError(f"prompt has shape {(B, P)}: an empty batch")
-    if not isinstance(gen_length, int) or gen_length < 0 or P + gen_length == 0:
-        raise ValueError(f"gen_length is {gen_length!r}, expected a whole number; with the "
-                         f"prompt's {P} tokens there must be something to decode")
+    check_whole(0, gen_length=gen_length)
+    if P + gen_length == 0:
+        raise ValueError("gen_length is 0 and the prompt is empty: there is nothing to decode")
     visible = torch.ones_like(prompt, dtype=torch.bool)
     if attention_mask is not None:
         attention_mask = torch.as_tensor(attention_mask)
@@ -1048,12 +1050,10 @@ def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpon
                 logits_processor, generator, early_stop, remasking="low_confidence",
                 tempered_confidence=False, cfg_scale=0.0):
     """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
-    if not isinstance(block_length, int) or block_length < 1:
-        raise ValueError(f"block_length is {block_length!r}, expected a whole number from 1")
+    check_whole(1, block_length=block_length)
+    check_one_of(REMASKING, remasking=remasking)
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature is {temperature}, expected a finite number from 0")
-    if remasking not in REMASKING:
-        raise ValueError(f"remasking is {remasking!r}, expected one of {REMASKING}")
     if tempered_confidence and (temperature == 0 or remasking == "random"):
         raise ValueError("tempered_confidence changes nothing at temperature 0 or with "
                          "remasking='random'")
@@ -1085,8 +1085,23 @@ def check_rule(threshold, factor=None, steps=None):
 def check_unit(**probabilities):
     """ValueError unless each named value is a number in [0, 1]."""
     for name, value in probabilities.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, expected a number from 0 to 1")
+        if not isinstance(value, Real) or not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value!r}, expected a number from 0 to 1")
+
+
+def check_whole(least, **numbers):
+    """ValueError unless each named value is a whole number from `least`."""
+    for name, value in numbers.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
+
+
+def check_one_of(options, **values):
+    """ValueError unless each named value is one of the options."""
+    for name, value in values.items():
+        if not isinstance(value, str | None) or value not in options:
+            *most, last = map(repr, options)
+            raise ValueError(f"{name} is {value!r}, expected {', '.join(most)} or {last}")
 
 
 class Recorder:
@@ -1260,8 +1275,7 @@ def sample_fast_dllm(denoiser, prompt, *, gen_length=128, block_length=32, thres
                  logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     threshold = check_rule(threshold, factor)
-    if cache not in (None, "prefix", "dual"):
-        raise ValueError(f"cache is {cache!r}, expected None, 'prefix' or 'dual'")
+    check_one_of((None, "prefix", "dual"), cache=cache)
     column = torch.arange(x.shape[1], device=x.device)
     record = Recorder(x, visible, P, callback, history, streamer)
     for start, end in block_bounds(P, gen_length, block_length):
@@ -1304,8 +1318,7 @@ def sample_dkv(denoiser, prompt, *, gen_length=128, block_length=32, steps=None,
                  logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     threshold = check_rule(threshold, steps=steps)
-    if not isinstance(refresh, int) or refresh < 1:
-        raise ValueError(f"refresh is {refresh!r}, expected a whole number from 1")
+    check_whole(1, refresh=refresh)
     bounds = block_bounds(P, gen_length, block_length)
     block_steps = steps_per_block(steps, len(bounds), block_length)
     column = torch.arange(x.shape[1], device=x.device)
@@ -1359,8 +1372,7 @@ def verify_confidence(judged, tokens, draft, *, tau=0.5, of="token"):
     """Re-mask where the verifier's probability of the drafted token (of="token"), or its largest
     one (of="max", as the paper [7] words it), is below tau. Arguments as in verify_kl.
     """
-    if of not in ("token", "max"):
-        raise ValueError(f"of is {of!r}, expected 'token' or 'max'")
+    check_one_of(("token", "max"), of=of)
     check_unit(tau=tau)
     p = judged.float().softmax(-1)
     p = p.gather(-1, tokens[..., None])[..., 0] if of == "token" else p.amax(-1)
@@ -1570,20 +1582,16 @@ class DualState:
 
 def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds):
     """The ValueErrors of sample_dual_diffusion's own knobs."""
-    for name, value, least in (("draft_steps", draft_steps, 1), ("max_revisions", max_revisions, 0),
-                               ("max_rounds", 0 if max_rounds is None else max_rounds, 0)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
+    check_whole(1, draft_steps=draft_steps)
+    check_whole(0, max_revisions=max_revisions, max_rounds=0 if max_rounds is None else max_rounds)
+    check_one_of(("visible", "leave_one_out", "cover"), view=view)
+    check_one_of((None, "prefix", "dual", "dkv"), cache=cache)
     if not callable(verify):
         raise ValueError(f"verify is {verify!r}, expected verify_trust, verify_kl, "
                          "verify_confidence or a callable like them")
-    if view not in ("visible", "leave_one_out", "cover"):
-        raise ValueError(f"view is {view!r}, expected 'visible', 'leave_one_out' or 'cover'")
     if view == "cover" and drafter is not None:
         raise ValueError("view='cover' needs the verifier's own keys and values of the drafted "
                          "tokens: it takes no second drafter")
-    if cache not in (None, "prefix", "dual", "dkv"):
-        raise ValueError(f"cache is {cache!r}, expected None, 'prefix', 'dual' or 'dkv'")
     if drafter is not None and drafter.mask_id != denoiser.mask_id:
         raise ValueError(f"the drafter's mask_id is {drafter.mask_id}, the verifier's "
                          f"{denoiser.mask_id}: they need the same vocabulary")
@@ -1659,8 +1667,7 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
     knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
                  logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n is {n!r}, expected a whole number from 1")
+    check_whole(1, n=n)
     column = torch.arange(x.shape[1], device=x.device)
     record = Recorder(x, visible, P, callback, history, streamer)
     generated, ever = visible & (x == denoiser.mask_id), torch.zeros_like(visible)
@@ -1735,8 +1742,10 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     check_unit(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
                seed_share=seed_share)
-    probe_layers = check_cover(denoiser, uncertainty, cache, probe_layers, spacing=spacing,
-                               max_seeds=max_seeds, max_checks=max_checks, closing=closing)
+    check_whole(0, spacing=spacing, max_seeds=max_seeds, max_checks=max_checks, closing=closing)
+    check_one_of(("entropy", "commit"), uncertainty=uncertainty)
+    check_one_of((None, "prefix", "dual"), cache=cache)
+    probe_layers = probed(denoiser, probe_layers)
     column, M = torch.arange(x.shape[1], device=x.device), denoiser.mask_id
     record = Recorder(x, visible, P, callback, history, streamer)
     kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
@@ -1851,15 +1860,8 @@ def apart(score, candidates, spacing):
     return candidates & (rank == best)
 
 
-def check_cover(denoiser, uncertainty, cache, probe_layers, **counts):
-    """The ValueErrors of sample_cover's own knobs; returns the probe layers."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} is {value!r}, expected a whole number from 0")
-    if uncertainty not in ("entropy", "commit"):
-        raise ValueError(f"uncertainty is {uncertainty!r}, expected 'entropy' or 'commit'")
-    if cache not in (None, "prefix", "dual"):
-        raise ValueError(f"cache is {cache!r}, expected None, 'prefix' or 'dual'")
+def probed(denoiser, probe_layers):
+    """COVER's probe layers: those given, by default the middle and the last one."""
     layers = getattr(getattr(denoiser.model, "config", None), "num_hidden_layers", None)
     if layers is None:          # a plain callable: it has no attention to look at
         return ()
@@ -2038,6 +2040,8 @@ KNOBS = {       # of single samplers: name -> type or choices, help
     "max_seeds": (int, "cover: tokens to re-check per forward"),
     "tau_replace": (float, "cover: replace a token from this probability of another"),
     "tau_remask": (float, "cover: re-mask a token below this probability"),
+    "spacing": (int, "cover: replacements of one forward are farther apart than this"),
+    "closing": (int, "cover: forwards that may check a full block"),
 }
 
 

@@ -316,8 +316,8 @@ def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypat
                                closing=closing, uncertainty=uncertainty, cache=cache,
                                tau_remask=.9, tau_replace=.8)
             full = [now for now in seen if not (now.x == M).any()
-                    or not (now.x[0, 3:11] == M).any() and now.x[0, 11:].eq(M).all()
-                    and now.seeds[0, :11].any()]
+                    or (not (now.x[0, 3:11] == M).any() and now.x[0, 11:].eq(M).all()
+                    and now.seeds[0, :11].any())]
             assert (out.sequences != M).all()
             assert int(out.nfe) <= 16 + len(out.revisions) + 2 * closing
             if closing == 0:
