@@ -1704,9 +1704,9 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
 
 @torch.no_grad()
 def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold=0.7,
-                 tau_replace=0.9, tau_remask=0.2, spacing=4, max_seeds=8, seed_share=0.25,
+                 tau_replace=0.9, tau_remask=0.2, spacing=0, max_seeds=8, seed_share=0.25,
                  min_score=0.0, max_checks=2, closing=0, uncertainty="entropy", score=None,
-                 probe_layers=None, cache=None, attention_mask=None, temperature=0.0,
+                 probe_layers=None, cache=None, refresh=None, attention_mask=None, temperature=0.0,
                  suppress_eos=False, postpone_eos=False, early_stop=False, logits_processor=None,
                  generator=None, callback=None, history=False, streamer=None):
     """Commit above a threshold; every forward also re-checks a few committed tokens, the *seeds*:
@@ -1724,14 +1724,15 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             of the candidates, one fewer than the last forward's commits; with a score above
             min_score.
         max_checks: how often a token's position is checked in all.
-        closing: a block that is full may have so many forwards more, as long as there are tokens in
-            it that were never checked: all at once, and re-masked without a limit per row. (A token
-            can first be checked two forwards after its commit.)
+        closing: a block that is full may have so many forwards more in which tokens that were never
+            checked are: all at once, and re-masked without a limit per row. (A token can first be
+            checked two forwards after its commit, so the last ones would go unchecked.)
         uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
             the entropy when it was committed.
         score: the score of candidates, see seed_score: (u, d_in, d_out) -> (B, L).
         probe_layers: whose attention d_in and d_out read (default: the middle and the last one).
-        cache: None, "prefix" or "dual", as in sample_fast_dllm.
+        cache, refresh: None, "prefix" or "dual", as in sample_fast_dllm, but that every refresh-th
+            forward of a block is full as well (default: the first one alone).
     The numbers, the outcomes' thresholds, the probe layers, `spacing` and `closing` are our choices
     where [9] gives none.
     Returns a DecodeOutput with `revisions`; nfe <= masks + revisions + closing per block.
@@ -1745,19 +1746,21 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     check_whole(0, spacing=spacing, max_seeds=max_seeds, max_checks=max_checks, closing=closing)
     check_one_of(("entropy", "commit"), uncertainty=uncertainty)
     check_one_of((None, "prefix", "dual"), cache=cache)
+    check_whole(1, refresh=1 if refresh is None else refresh)
     probe_layers = probed(denoiser, probe_layers)
     column, M = torch.arange(x.shape[1], device=x.device), denoiser.mask_id
     record = Recorder(x, visible, P, callback, history, streamer)
     kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
+    once = min(max_checks, 1)
     checks, u = torch.zeros_like(x), torch.zeros(x.shape, device=x.device)
     for start, end in block_bounds(P, gen_length, block_length):
         masks = visible & (x == M)                          # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
-        ours, seeds, window = block & masks, torch.zeros_like(masks), None
+        ours, seeds, window, step = block & masks, torch.zeros_like(masks), None, 0
         left = torch.full_like(x[:, 0], closing)
         while True:
             masks = block & (x == M)
-            closed = ~masks.any(1) & (seeds | ours & (checks == 0)).any(1) & (left > 0)
+            closed = ~masks.any(1) & (seeds | ours & (checks < once)).any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
             if not live.any():
                 break
@@ -1787,7 +1790,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             checks, left = checks + (seeds & ~wait), left - closed.long()
             masks, old = block & (x == M), seeds
             valid = (shown == x) & (x != M)
-            seeds = again & ~old & valid & (checks < max_checks)        # now the next candidates
+            limit = torch.where(masks.any(1), max_checks, once)[:, None]
+            seeds = again & ~old & valid & (checks < limit)             # now the next candidates
             if denoiser.shift:      # i is read at i-1, and its own row reads i+1
                 seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
                 seeds &= ~F.pad(masks, (0, 1))[:, 1:]
@@ -1798,8 +1802,10 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
                                torch.where(left > 0, x.shape[1], 0))
             worthy = apart(worth, seeds & (worth > min_score), int(denoiser.shift))
             seeds = top_k(worth, worthy, most)
+            step += 1
             if cache:
-                window = block if cache == "dual" else since_first(block) & visible
+                window = (None if refresh is not None and step % refresh == 0 else
+                          block if cache == "dual" else since_first(block) & visible)
         if early_stop:
             x = record.stop_at_eos(denoiser, x, end)
     return record.finish(denoiser, x)
@@ -2030,7 +2036,7 @@ KNOBS = {       # of single samplers: name -> type or choices, help
     "threshold": (float, "commit from this confidence; llada has none, dkv instead of steps"),
     "factor": (float, "fast_dllm, dual_diffusion: commit by rank instead"),
     "cache": (("prefix", "dual", "dkv"), "fast_dllm, cover, dual_diffusion: reuse keys, values"),
-    "refresh": (int, "dkv: a full forward every so many steps"),
+    "refresh": (int, "dkv, cover with a cache: a full forward every so many steps"),
     "draft_steps": (int, "dual_diffusion: K, forwards per verification"),
     "verify": (tuple(VERIFIERS), "dual_diffusion: the rule"),
     "tau": (float, "dual_diffusion: the rule's threshold"),

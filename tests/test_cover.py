@@ -302,6 +302,20 @@ def test_only_tokens_with_a_valid_entry_become_seeds(make, shift, cache, monkeyp
     assert total > 5
 
 
+@pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_refresh_in_every_forward_is_no_cache(make, shift, cache):
+    for seed in range(3):
+        d = Denoiser(lively(make, 3, seed), M, shift=shift)
+        knobs = dict(gen_length=16, block_length=8, threshold=.5, tau_remask=.9, tau_replace=.8)
+        want = sample_cover(d, [[1, 2, 3], [4]], **knobs)
+        got = sample_cover(d, [[1, 2, 3], [4]], cache=cache, refresh=1, **knobs)
+        some = sample_cover(d, [[1, 2, 3], [4]], cache=cache, refresh=2, **knobs)
+        assert torch.equal(got.sequences, want.sequences) and torch.equal(got.nfe, want.nfe)
+        assert torch.equal(got.positions, want.positions)
+        assert int(some.positions.sum()) < int((some.nfe * torch.tensor([19, 17])).sum())
+
+
 @pytest.mark.parametrize("uncertainty", ["entropy", "commit"])
 @pytest.mark.parametrize("cache", [None, "dual"])
 def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypatch):

@@ -438,7 +438,7 @@ def test_ids_and_lengths_that_the_model_cannot_take():
         sample_llada(d, torch.tensor([[1, 40]]), gen_length=2)
     with pytest.raises(ValueError, match="2 \\+ 300 = 302 tokens, the model takes 256"):
         sample_llada(d, torch.tensor([[1, 2]]), gen_length=300)
-    with pytest.raises(ValueError, match="something to decode"):
+    with pytest.raises(ValueError, match="nothing to decode"):
         sample_llada(d, torch.zeros(1, 0, dtype=torch.long), gen_length=0)
 
 
