@@ -22,37 +22,38 @@ import dlm_spec
 
 RESULTS = HERE.parent / "results"
 G = 64
-THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
+CHECKED = dict(spacing=4, closing=4)        # COVER with our two additions
 
 
 def sweep():
     """Settings to choose from, as (sampler, knobs)."""
-    yield from (("fast_dllm", dict(threshold=t)) for t in THRESHOLDS)
-    yield from (("wino", dict(threshold=t)) for t in THRESHOLDS[:-1])
+    yield from (("fast_dllm", dict(threshold=t)) for t in (*THRESHOLDS, 0.9))
+    yield from (("wino", dict(threshold=t)) for t in (0.3, *THRESHOLDS[:4]))
     yield from (("saber", dict(n=n)) for n in (1, 2, 4))
-    yield from (("cover", dict(threshold=t)) for t in THRESHOLDS[:-1])
-    for t in (0.4, 0.6):
-        yield "cover", dict(threshold=t, seed_share=0.5)
-        yield "cover", dict(threshold=t, seed_share=1.0, max_seeds=16)
-        yield "cover", dict(threshold=t, seed_share=1.0, max_seeds=16, tau_replace=0.7,
-                            max_checks=4)
-        yield "cover", dict(threshold=t, tau_replace=0.7)
-        yield "cover", dict(threshold=t, tau_remask=0.4)
-        yield "cover", dict(threshold=t, uncertainty="commit")
-        yield "cover", dict(threshold=t, cache="prefix")
-    for view in ("leave_one_out", "cover", "visible"):
-        for t in (0.5, 0.7, 0.9):
-            for K in (2, 4):
-                yield "dual_diffusion", dict(view=view, threshold=t, draft_steps=K)
-    yield from (("fast_dllm", dict(threshold=t, cache="dual", block_length=32)) for t in THRESHOLDS)
+    yield from (("cover", dict(threshold=t)) for t in THRESHOLDS)
+    yield from (("cover", dict(threshold=t, **CHECKED)) for t in THRESHOLDS)
+    for more in (dict(spacing=4), dict(tau_remask=0.5), dict(uncertainty="commit"),
+                 dict(seed_share=1.0, max_seeds=16), dict(tau_replace=0.7),
+                 dict(cache="prefix"), dict(cache="prefix", refresh=2)):
+        yield "cover", dict(threshold=0.6) | (CHECKED if "spacing" not in more else {}) | more
+    for cache in (None, "dual"):
+        yield from (("dual_diffusion", dict(threshold=t, draft_steps=2, cache=cache))
+                    for t in THRESHOLDS[:4])
+    for more in (dict(draft_steps=1), dict(draft_steps=4), dict(draft_steps=2, adaptive=True),
+                 dict(draft_steps=2, view="cover"), dict(draft_steps=2, view="visible")):
+        yield "dual_diffusion", dict(threshold=0.5, cache=None) | more
+    yield from (("fast_dllm", dict(threshold=t, cache="dual")) for t in (0.5, 0.7, 0.9))
 
 
 CHOSEN = [("llada", dict(steps=G)), ("llada", dict(steps=16)),
-          ("fast_dllm", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.9)),
-          ("wino", dict(threshold=0.6)), ("saber", dict(n=2)), ("cover", dict(threshold=0.6)),
-          ("cover", dict(threshold=0.6, cache="prefix")),
-          ("fast_dllm", dict(threshold=0.9, cache="dual", block_length=32)),
-          ("dual_diffusion", dict(threshold=0.9, draft_steps=4))]
+          *(("fast_dllm", dict(threshold=t)) for t in THRESHOLDS + (0.9,)),
+          *(("wino", dict(threshold=t)) for t in (0.4, 0.5, 0.6)), ("saber", dict(n=2)),
+          ("cover", dict(threshold=0.6)), ("cover", dict(threshold=0.6, **CHECKED)),
+          ("cover", dict(threshold=0.6, cache="prefix", refresh=2, **CHECKED)),
+          ("dual_diffusion", dict(threshold=0.6, draft_steps=2, cache=None)),
+          ("dual_diffusion", dict(threshold=0.6, draft_steps=2, cache="dual")),
+          ("fast_dllm", dict(threshold=0.6, cache="dual"))]
 
 
 def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
