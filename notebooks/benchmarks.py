@@ -286,7 +286,7 @@ def task(benchmark, data=None, shuffle=False, **dataset_kwargs):
         output_type="generate_until", doc_to_text=b.prompt, doc_to_target=b.shot,
         process_results=lambda doc, texts: {"acc": b.grade([doc], texts)[0]},
         metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)],
-        generation_kwargs=dict(until=[], do_sample=False), num_fewshot=0, unsafe_code=b.code)
+        generation_kwargs=dict(until=[], do_sample=False), unsafe_code=b.code)
 
 
 def run(lm, benchmark, data=None, n=None, num_fewshot=0, **dataset_kwargs):
@@ -306,7 +306,7 @@ def run(lm, benchmark, data=None, n=None, num_fewshot=0, **dataset_kwargs):
         task_manager=TaskManager(include_defaults=False))       # else it reads thousands of files
     if found is None:
         return None
-    samples = found["samples"][benchmark]
+    samples = sorted(found["samples"][benchmark], key=lambda s: s["doc_id"])
     marks = [bool(s["acc"]) for s in samples]
     return dict(n=len(marks), right=sum(marks), accuracy=sum(marks) / len(marks), marks=marks,
                 interval=tasks.wilson(sum(marks), len(marks)), docs=[s["doc"] for s in samples],

@@ -27,7 +27,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 import dlm_spec
 
@@ -38,7 +38,7 @@ LOADING = ("device", "dtype", "mask_id", "shift", "revision", "cache_dir", "toke
 OURS = {"denoiser", "prompt", "attention_mask", "gen_length", "temperature", "logits_processor",
         "generator", "callback", "history", "streamer"}     # set here, or per request
 COSTS = ("nfe", "positions", "tokens_per_forward")
-WARPERS = {"top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
+WARPERS = (TopKLogitsWarper, TopPLogitsWarper)      # applied before the temperature
 
 
 def load(name, **loading):
@@ -109,26 +109,28 @@ class DlmSpecLM(TemplateLM):
         self.costs, self.seconds, self.accelerator = [], 0.0, None
         self.about = {"sampler": sampler, **{k: str(v) for k, v in knobs.items()}, **self.asked}
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not loading.get("tp_plan"):
-            self._share(loading)
-        if isinstance(pretrained, dlm_spec.Denoiser) and loading:
+            loading["device"] = self._share(loading.get("device_map"))
+        if not isinstance(pretrained, dlm_spec.Denoiser):
+            pretrained = load(pretrained, **loading)
+        elif loading and self.accelerator is None:
             raise ValueError(f"{', '.join(loading)} cannot change a model that is loaded already")
-        self.denoiser = (pretrained if isinstance(pretrained, dlm_spec.Denoiser)
-                         else load(pretrained, **loading))
+        self.denoiser = pretrained
         self.tokenizer, self._device = self.denoiser.tokenizer, self.denoiser.device
         self.max_length = getattr(getattr(self.denoiser.model, "config", None),
                                   "max_position_embeddings", None) or 4096
 
-    def _share(self, loading):
+    def _share(self, device_map):
         """One process of several, each with the whole model: the harness then gives it the
-        requests rank, rank + world_size, ... and gathers the results on rank 0."""
-        from accelerate import Accelerator
-        if loading.get("device_map") is not None:
+        requests rank, rank + world_size, ... and gathers the results on rank 0. Returns the
+        device of this process."""
+        if device_map is not None:
             raise ValueError(f"device_map spreads one model, but {os.environ['WORLD_SIZE']} "
                              "processes were started, each for a whole one: drop one of the two")
+        from accelerate import Accelerator
         self.accelerator = Accelerator()
         self._rank, self._world_size = (self.accelerator.process_index,
                                         self.accelerator.num_processes)
-        loading["device"] = str(self.accelerator.device)
+        return str(self.accelerator.device)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict, additional_config=None):
@@ -224,12 +226,12 @@ class DlmSpecLM(TemplateLM):
 
     def _decode(self, prompts, settings, which):
         gen_length, temperature, *top = settings
-        warpers = [w(v) for (_, w), v in zip(WARPERS.items(), top) if v is not None]
+        warpers = [make(v) for make, v in zip(WARPERS, top) if v is not None]
         seeds = [self.seed + i * self.world_size + self.rank for i in which]
         start = time.perf_counter()
         out = self.sampler(
             self.denoiser, prompts, gen_length=gen_length, temperature=temperature, **self.knobs,
-            logits_processor=warpers or None,
+            logits_processor=LogitsProcessorList(warpers) if warpers else None,
             generator=[torch.Generator().manual_seed(s) for s in seeds])
         texts = self.denoiser.decode(out.generated)
         self.seconds += time.perf_counter() - start
