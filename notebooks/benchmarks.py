@@ -86,7 +86,7 @@ def boxed(text):
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
-    start = depth = text.index("{", start) + 1
+    start = text.index("{", start) + 1
     open_ = 1
     for depth in range(start, len(text)):
         open_ += {"{": 1, "}": -1}.get(text[depth], 0)
@@ -98,7 +98,7 @@ def boxed(text):
 def plain_latex(answer):
     """A MATH answer in one spelling: a Fraction where it is a plain number, else a str without
     spaces, units, degree signs and the several ways to write a fraction or a bracket."""
-    s = answer.strip().strip("$").rstrip(".").strip()
+    s = answer.strip().rstrip(".").strip("$ ")
     s = re.sub(r"^[a-zA-Z]\s*(?:=|\\in)\s*", "", s)
     s = re.sub(r"\\left|\\right|\\[!,;: ]|\\displaystyle|\^\{?\\circ\}?|\\degree|\\?%|\\\$", "", s)
     s = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\d)?$", "", s)          # units

@@ -127,7 +127,7 @@ class DlmSpecLM(TemplateLM):
             raise ValueError(f"device_map spreads one model, but {os.environ['WORLD_SIZE']} "
                              "processes were started, each for a whole one: drop one of the two")
         from accelerate import Accelerator
-        self.accelerator = Accelerator()
+        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self._rank, self._world_size = (self.accelerator.process_index,
                                         self.accelerator.num_processes)
         return str(self.accelerator.device)

@@ -274,7 +274,7 @@ def test_two_processes_share_the_problems_and_rank_0_has_all_results(monkeypatch
             else:
                 sent.append(obj)
         monkeypatch.setitem(sys.modules, "accelerate",
-                            SimpleNamespace(Accelerator=lambda a=accelerator: a))
+                            SimpleNamespace(Accelerator=lambda cpu, a=accelerator: a))
         monkeypatch.setattr(torch.distributed, "gather_object", gather_object)
         lm = lm_eval_dlm.DlmSpecLM(**QUICK)
         assert (lm.rank, lm.world_size) == (rank, 2)
