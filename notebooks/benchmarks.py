@@ -213,15 +213,22 @@ BENCHMARKS = {
 # ---------------------------------------------------------------------------------------------
 # Settings: the papers' numbers, in one place.
 
-CHECKPOINTS = {"llada": "GSAI-ML/LLaDA-8B-Instruct", "llada-1.5": "GSAI-ML/LLaDA-1.5",
-               "dream": "Dream-org/Dream-v0-Instruct-7B"}
+CHECKPOINTS = {"mini": None, "llada": "GSAI-ML/LLaDA-8B-Instruct",
+               "llada-1.5": "GSAI-ML/LLaDA-1.5", "dream": "Dream-org/Dream-v0-Instruct-7B"}
 TAU = {"gsm8k": .6, "math500": .7, "humaneval": .7, "mbpp": .8}     # WINO's tau_1; elsewhere .7
-# One token per forward as each checkpoint's authors run it. No block_length: one block.
-OWN = {("llada", "gsm8k"): dict(block_length=8), ("llada", "math500"): dict(block_length=64),
-       ("llada-1.5", "gsm8k"): dict(block_length=16), ("llada-1.5", "math500"):
-       dict(block_length=128), ("llada-1.5", "humaneval"): dict(block_length=32),
-       ("llada-1.5", "mbpp"): dict(block_length=32)} | {
-           ("dream", t): dict(remasking="entropy", temperature=.1, top_p=.9) for t in BENCHMARKS}
+# One token per forward as each checkpoint's authors run it; without block_length, in one block,
+# which LLaDA fills with end-of-text first (so its evaluation postpones it on GSM8K and MATH too,
+# when their blocks are not small).
+OWN = {
+    ("llada", "gsm8k"): dict(block_length=8),
+    ("llada", "math500"): dict(block_length=64),
+    ("llada", "humaneval"): dict(suppress_eos=True),
+    ("llada", "mbpp"): dict(postpone_eos=True),
+    ("llada-1.5", "gsm8k"): dict(block_length=16, postpone_eos=True),
+    ("llada-1.5", "math500"): dict(block_length=128, postpone_eos=True),
+    ("llada-1.5", "humaneval"): dict(block_length=32, postpone_eos=True),
+    ("llada-1.5", "mbpp"): dict(block_length=32, postpone_eos=True),
+} | {("dream", t): dict(remasking="entropy", temperature=.1, top_p=.9) for t in BENCHMARKS}
 DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion", "wino", "saber", "cover")
 
 
@@ -231,10 +238,8 @@ def settings(decoder, benchmark, gen_length=256, model="llada"):
     decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm", threshold
     .9, dual cache, blocks of 32; "dual_diffusion", the same drafter, KL rule; "wino", "cover",
     thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512 in the papers.
-    model: of CHECKPOINTS; LLaDA's fill end-of-text first when the canvas is one block, so their
-    evaluation suppresses it on HumanEval and postpones it elsewhere, LLaDA-1.5's always does the
-    latter. [7] and [9] leave settings open; then they are ours. Raises ValueError on an unknown
-    name.
+    model: of CHECKPOINTS; matters for "own". The fast decoders' papers leave end-of-text alone;
+    what DualDiffusion's and COVER's leave open is set by us. ValueError on an unknown name.
     """
     if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
         raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "
@@ -250,11 +255,6 @@ def settings(decoder, benchmark, gen_length=256, model="llada"):
         "saber": dict(sampler="saber", block_length=gen_length, n=2),
         "cover": dict(sampler="cover", block_length=128, threshold=tau),
     }[decoder]
-    one_block = knobs.get("block_length", gen_length) >= gen_length
-    if model == "llada" and one_block and benchmark == "humaneval":
-        knobs["suppress_eos"] = True
-    elif (model == "llada" and one_block and benchmark != "mmlu") or model == "llada-1.5":
-        knobs["postpone_eos"] = True
     return dict(gen_length=gen_length, **knobs)
 
 

@@ -127,10 +127,11 @@ def test_all_settings_are_knobs_of_their_sampler():
             for model in b.CHECKPOINTS:
                 lm = adapter.DlmSpecLM(denoiser, **b.settings(decoder, name, 512, model))
                 assert lm.asked["gen_length"] == 512
-    assert b.settings("own", "humaneval")["suppress_eos"]
-    assert b.settings("saber", "mbpp")["postpone_eos"]
-    assert not {"suppress_eos", "postpone_eos"} & b.settings("own", "gsm8k").keys()
-    assert b.settings("cover", "gsm8k", model="llada-1.5")["postpone_eos"]
+    assert b.settings("own", "humaneval", model="llada")["suppress_eos"]
+    assert b.settings("own", "mbpp", model="llada")["postpone_eos"]
+    assert b.settings("own", "humaneval", model="llada-1.5")["postpone_eos"]
+    for given in (("own", "gsm8k"), ("saber", "mbpp"), ("own", "mbpp", 256, "dream")):
+        assert not {"suppress_eos", "postpone_eos"} & b.settings(*given).keys()
     assert b.settings("wino", "mbpp")["threshold"] == .8
     with pytest.raises(ValueError, match="'beam'"):
         b.settings("beam", "gsm8k")
