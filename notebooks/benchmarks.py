@@ -4,11 +4,15 @@
     lm = DlmSpecLM("GSAI-ML/LLaDA-8B-Instruct", **settings("cover", "gsm8k"), batch_size=8)
     run(lm, "gsm8k", n=200)         # {"accuracy": ..., "interval": ..., "nfe": ..., ...}
 
+    python notebooks/benchmarks.py gsm8k mbpp --decoders cover wino -n 200      # or: accelerate
+    launch notebooks/benchmarks.py ..., a copy of the model per GPU
+
 A benchmark is a prompt, what a few-shot example would answer, and a grader, over the data set's
 own fields; `task` makes a task of lm-evaluation-harness of it. All are generative: the model
 writes, an answer is taken out of the text, and programs are run in the child process of
 mini/tasks.py (a fence against accidents, not a security boundary).
 """
+import argparse
 import dataclasses
 import json
 import re
@@ -322,3 +326,38 @@ def write_human_eval(docs, texts, path):
     write_json(rows, path)
     write_json([dict(r, passed=m) for r, m in zip(rows, marks)], f"{path}_results.jsonl")
     return sum(marks) / len(marks)
+
+
+def main(argv=None):
+    """The command line: a line per benchmark and decoder."""
+    from lm_eval_dlm import DlmSpecLM
+    cli = argparse.ArgumentParser(description="Decoders of dlm_spec on benchmarks; programs that "
+                                              "the model writes are run.")
+    cli.add_argument("benchmarks", nargs="+", choices=[b for b in BENCHMARKS if b[:4] != "mini"])
+    cli.add_argument("--decoders", nargs="+", choices=DECODERS, default=["llada", "cover"])
+    cli.add_argument("--model", choices=CHECKPOINTS, default="llada")
+    cli.add_argument("--data", help="a JSON-lines file instead of the hub's data set")
+    cli.add_argument("--gen-length", type=int, default=256)
+    cli.add_argument("--num-fewshot", type=int, default=0)
+    cli.add_argument("--batch-size", type=int, default=8)
+    cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")
+    cli.add_argument("--json", type=Path, help="append the results here, a line each")
+    args, model = cli.parse_args(argv), None
+    for name in args.benchmarks:
+        for decoder in args.decoders:
+            lm = DlmSpecLM(model or CHECKPOINTS[args.model], batch_size=args.batch_size,
+                           **settings(decoder, name, args.gen_length, args.model))
+            model, r = lm.denoiser, run(lm, name, args.data, args.n, args.num_fewshot)
+            if r is None:
+                continue
+            low, high = r["interval"]
+            print(f"{name:10s} {decoder:15s} {r['right']}/{r['n']} = {100 * r['accuracy']:.1f} %  "
+                  f"[{100 * low:.1f}, {100 * high:.1f}]  {r['nfe']:.1f} forwards  "
+                  f"{r['positions']:.0f} positions  {r['seconds']:.2f} s", flush=True)
+            if args.json:
+                with args.json.open("a") as file:
+                    file.write(json.dumps(dict(r, benchmark=name, decoder=decoder)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

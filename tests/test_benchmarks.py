@@ -166,6 +166,18 @@ def test_all_of_humaneval_goes_through_the_pipeline(tmp_path):
     assert [dict(r, passed=0) for r in results] == [dict(r, passed=0) for r in rows]
 
 
+def test_the_command_line_prints_and_appends_a_line_per_decoder(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lm_eval", reason="pip install lm-eval")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    data = b.write_json([GSM8K] * 2, tmp_path / "d")
+    b.main(["gsm8k", "--model", "mini", "--data", data, "--gen-length", "8", "--decoders", "llada",
+            "cover", "--json", str(tmp_path / "r")])
+    rows = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert [(r["decoder"], r["n"], r["texts"][0] == r["texts"][1]) for r in rows] == [
+        ("llada", 2, True), ("cover", 2, True)]
+    assert rows[0]["nfe"] == 8 and "gsm8k      cover           0/2" in capsys.readouterr().out
+
+
 def test_all_reference_solutions_of_humaneval_pass():
     docs = list(read_problems().values())
     assert all(b.grade_humaneval(docs, [d["canonical_solution"] for d in docs]))
