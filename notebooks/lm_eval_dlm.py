@@ -31,10 +31,10 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 import dlm_spec
 
-# Keywords for load_denoiser; those of the last line go through it to from_pretrained.
-LOADING = ("device", "dtype", "mask_id", "shift", "revision", "cache_dir", "token", "subfolder",
-           "local_files_only", "device_map", "max_memory", "offload_folder", "quantization_config",
-           "tp_plan", "tp_size")
+# Keywords for load_denoiser, or through it for from_pretrained; the first ones place the weights.
+PLACING = ("device_map", "quantization_config", "tp_plan")
+LOADING = (*PLACING, "device", "dtype", "mask_id", "shift", "revision", "cache_dir", "token",
+           "subfolder", "local_files_only", "max_memory", "offload_folder", "tp_size")
 OURS = {"denoiser", "prompt", "attention_mask", "gen_length", "temperature", "logits_processor",
         "generator", "callback", "history", "streamer"}     # set here, or per request
 COSTS = ("nfe", "positions", "tokens_per_forward")
@@ -137,7 +137,7 @@ class DlmSpecLM(TemplateLM):
         """model_args win over the harness's --batch_size and --device. Its default device,
         cuda:0, means: wherever load_denoiser puts it."""
         more = {k: v for k, v in (additional_config or {}).items() if v is not None}
-        if more.get("device") == "cuda:0" or any(k in arg_dict for k in LOADING[-6:]):
+        if more.get("device") == "cuda:0" or any(k in arg_dict for k in PLACING):
             more.pop("device", None)
         return cls(**{**more, **arg_dict})
 
@@ -293,7 +293,7 @@ def generation(gen_kwargs, asked):
     given = dict(gen_kwargs)
     until = given.pop("until", None) or []
     lengths = [given.pop(k, None) for k in ("max_gen_toks", "max_new_tokens", "max_tokens")]
-    sampled = given.pop("do_sample", float(given.get("temperature") or 0) > 0)
+    sampled = given.pop("do_sample", "temperature" in given) and given.get("temperature") != 0
     own = {k: given.pop(k, None) for k in ("temperature", "top_k", "top_p")}
     if extra := {k for k, v in given.items() if (k, v) != ("num_beams", 1)}:
         raise ValueError(f"gen_kwargs has {', '.join(sorted(extra))}, which no sampler takes")

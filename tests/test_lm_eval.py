@@ -121,6 +121,8 @@ def test_the_task_s_length_and_temperature_hold_unless_model_args_set_them(denoi
     sampled = {"do_sample": True, "temperature": .2, "top_p": .95, "max_new_tokens": 8}
     assert generation(sampled, {})[1] == (8, .2, None, .95)
     assert generation({**sampled, "do_sample": False}, {})[1] == (8, 0.0, None, None)
+    assert generation({**sampled, "temperature": 0.0}, {})[1] == (8, 0.0, None, None)
+    assert generation({"temperature": .5}, {})[1] == (256, .5, None, None)
     assert generation({"do_sample": False}, {"temperature": .1, "top_p": .9})[1] == (
         256, .1, None, .9)
     with pytest.raises(ValueError, match="repetition_penalty"):
