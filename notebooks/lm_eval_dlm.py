@@ -209,7 +209,7 @@ class DlmSpecLM(TemplateLM):
             until, settings = generation(request.args[1], self.asked)
             ids = self.cut(self.tok_encode(request.args[0]), self.max_length - settings[0])
             groups[settings].append((len(ids), i, ids, until))
-        bar = tqdm(total=len(requests), desc="decoding", disable=disable_tqdm or self.rank > 0)
+        bar = self._bar(disable_tqdm, total=len(requests), desc="decoding")
         for settings, jobs in groups.items():
             jobs.sort(key=lambda job: -job[0])      # little padding; what is too long fails first
             for at in range(0, len(jobs), self.batch_size):
@@ -244,8 +244,7 @@ class DlmSpecLM(TemplateLM):
         bound of dlm_spec.log_likelihood, and whether greedy decoding, one token per forward,
         writes the continuation (as in LLaDA's evaluation)."""
         results = []
-        for texts, context, answer in tqdm(requests, desc="likelihood",
-                                           disable=disable_tqdm or self.rank > 0):
+        for texts, context, answer in self._bar(disable_tqdm, requests, desc="likelihood"):
             context = self.cut(context, self.max_length - len(answer))
             greedy = not answer
             if self.check_greedy and answer:
@@ -261,7 +260,7 @@ class DlmSpecLM(TemplateLM):
         text beyond the model's length is cut by the chain rule: pieces of half that length, each
         given the one before it, which is still a lower bound under the model."""
         results, half = [], self.max_length // 2
-        for request in tqdm(requests, desc="likelihood", disable=disable_tqdm or self.rank > 0):
+        for request in self._bar(disable_tqdm, requests, desc="likelihood"):
             ids = [self.prefix_token_id] + self.tok_encode(request.args[0], False)
             step = half if len(ids) > self.max_length else len(ids)
             results.append(sum(self._bound(ids[max(at - half, 0) : at], ids[at : at + step])
@@ -276,6 +275,10 @@ class DlmSpecLM(TemplateLM):
             self.denoiser, [context], [answer], n_samples=self.n_samples,
             batch_size=self.batch_size, cfg_scale=self.knobs.get("cfg_scale", 0.0),
             generator=torch.Generator().manual_seed(self.seed)))
+
+    def _bar(self, quiet, *args, **kw):
+        """One progress bar for all processes; TQDM_DISABLE=1 in the environment hides it too."""
+        return tqdm(*args, **kw, **({"disable": True} if quiet or self.rank > 0 else {}))
 
     def cut(self, ids, room):
         """The last `room` ids, with a warning when there are more."""
