@@ -279,9 +279,17 @@ class Denoiser:
             model.eval()
         self.model, self.mask_id, self.eos_ids, self.shift = model, mask_id, tuple(eos_ids), shift
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids + (0,))[0]
-        for name, i in (("mask_id", mask_id), ("pad_id", self.pad_id)):
-            if self.n_embeddings is not None and not 0 <= i < self.n_embeddings:
+        if not callable(model):
+            raise ValueError(f"model is {model!r}, expected a model or a callable like one; for a "
+                             "checkpoint's name there is load_denoiser")
+        check_whole(1, n_tokens=1 if n_tokens is None else n_tokens)
+        for name, i in (("mask_id", mask_id), ("pad_id", self.pad_id),
+                        *(("eos_ids", i) for i in self.eos_ids)):
+            check_whole(0, **{name: i})
+            if self.n_embeddings is not None and i >= self.n_embeddings:
                 raise ValueError(f"{name} is {i}, but the model has {self.n_embeddings} embeddings")
+        if mask_id in self.eos_ids:
+            raise ValueError(f"eos_ids is {self.eos_ids} and holds the mask_id {mask_id}")
         self.n_tokens, self.tokenizer = n_tokens, tokenizer
         self._head = (model.get_output_embeddings() if hasattr(model, "get_output_embeddings")
                       else None)
@@ -328,6 +336,9 @@ class Denoiser:
         for name, value in (("a window", window), ("seeds", seeds)):
             if value is not None and (kv is None or not (kv.k or self._head is None)):
                 raise ValueError(f"{name} needs a kv that an earlier forward has filled")
+        if ask.dtype != torch.bool or ask.shape != x.shape or x.ndim != 2:
+            raise ValueError(f"ask is {ask.dtype} of shape {tuple(ask.shape)} and x has shape "
+                             f"{tuple(x.shape)}, expected bool, both (B, L)")
         live = ask.any(1)
         if not live.any():
             raise ValueError("ask is False everywhere: there is nothing to forward")
@@ -1052,13 +1063,13 @@ def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpon
     """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
     check_whole(1, block_length=block_length)
     check_one_of(REMASKING, remasking=remasking)
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature is {temperature}, expected a finite number from 0")
+    check_number(0, math.inf, temperature=temperature, cfg_scale=cfg_scale)
     if tempered_confidence and (temperature == 0 or remasking == "random"):
         raise ValueError("tempered_confidence changes nothing at temperature 0 or with "
                          "remasking='random'")
-    if not (math.isfinite(cfg_scale) and cfg_scale >= 0):
-        raise ValueError(f"cfg_scale is {cfg_scale}, expected a finite number from 0")
+    each = generator if isinstance(generator, (list, tuple)) else [generator]
+    if not all(g is None or isinstance(g, torch.Generator) for g in each):
+        raise ValueError(f"generator is {generator!r}, expected a torch.Generator or one per row")
     if isinstance(generator, (list, tuple)) and len(generator) != B:
         raise ValueError(f"generator is a list of {len(generator)}, the batch has {B} rows")
     if (suppress_eos or postpone_eos or early_stop) and not denoiser.eos_ids:
@@ -1074,19 +1085,17 @@ def check_rule(threshold, factor=None, steps=None):
              if v is not None}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} were given, each a rule of its own: pass one")
-    for name in given.keys() - {"steps"}:
-        if not (math.isfinite(given[name]) and given[name] >= 0):
-            raise ValueError(f"{name} is {given[name]}, expected a number from 0")
-    if threshold is not None and threshold > 1:
-        raise ValueError(f"threshold is {threshold}, expected a probability, at most 1")
+    check_number(0, 1, threshold=given.get("threshold", 0.9))
+    check_number(0, math.inf, factor=given.get("factor", 1))
     return 0.9 if not given else threshold
 
 
-def check_unit(**probabilities):
-    """ValueError unless each named value is a number in [0, 1]."""
-    for name, value in probabilities.items():
-        if not isinstance(value, Real) or not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value!r}, expected a number from 0 to 1")
+def check_number(low, high, **numbers):
+    """ValueError unless each named value is a finite number from low to high."""
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
+            limits = f"from {low}" + (f" to {high}" if high < math.inf else "")
+            raise ValueError(f"{name} is {value!r}, expected a finite number {limits}")
 
 
 def check_whole(least, **numbers):
@@ -1358,8 +1367,8 @@ def verify_kl(judged, tokens, draft, *, tau=0.5, stochastic=False, generator=Non
     judged, draft: (..., V) logits of verifier and drafter, the latter at the moment of commit.
     tokens: (...) drafted ids. Returns (...) bool, True: take it back.
     """
-    if not tau >= 0 or (stochastic and tau == 0):
-        raise ValueError(f"tau is {tau}, expected nats from 0 (above 0 with stochastic)")
+    if not isinstance(tau, Real) or not tau >= 0 or (stochastic and tau == 0):
+        raise ValueError(f"tau is {tau!r}, expected nats from 0 (above 0 with stochastic)")
     p, q = judged.float().log_softmax(-1), draft.float().log_softmax(-1)
     kl = (p.exp() * (p - q)).nan_to_num(nan=0.0, neginf=0.0).sum(-1)      # 0 where p is 0
     if not stochastic:
@@ -1373,7 +1382,7 @@ def verify_confidence(judged, tokens, draft, *, tau=0.5, of="token"):
     one (of="max", as the paper [7] words it), is below tau. Arguments as in verify_kl.
     """
     check_one_of(("token", "max"), of=of)
-    check_unit(tau=tau)
+    check_number(0, 1, tau=tau)
     p = judged.float().softmax(-1)
     p = p.gather(-1, tokens[..., None])[..., 0] if of == "token" else p.amax(-1)
     return p < tau
@@ -1538,7 +1547,11 @@ class DualState:
         """(B, L) bool, what to take back: the rule's word, but never a position that was taken
         back max_revisions times, and per row fewer tokens than were drafted, the unlikeliest."""
         tokens, draft = x[checked], self.logits[self.where[checked]]
-        bad = torch.zeros_like(checked).masked_scatter(checked, self.verify(judged, tokens, draft))
+        bad = self.verify(judged, tokens, draft)
+        if not isinstance(bad, Tensor) or bad.dtype != torch.bool or bad.shape != tokens.shape:
+            raise ValueError(f"verify gave {getattr(bad, 'dtype', bad)} of shape "
+                             f"{tuple(getattr(bad, 'shape', ()))}, expected bool, {tokens.shape}")
+        bad = torch.zeros_like(checked).masked_scatter(checked, bad)
         bad &= self.revised < self.max_revisions
         p = judged.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         p = p.new_zeros(x.shape).masked_scatter(checked, p)
@@ -1619,7 +1632,7 @@ def sample_wino(denoiser, prompt, *, gen_length=128, block_length=128, threshold
     knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
                  logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
-    check_unit(threshold=threshold, threshold_back=threshold_back)
+    check_number(0, 1, threshold=threshold, threshold_back=threshold_back)
     column = torch.arange(x.shape[1], device=x.device)
     record = Recorder(x, visible, P, callback, history, streamer)
     for start, end in block_bounds(P, gen_length, block_length):
@@ -1741,8 +1754,9 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
                  logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
-    check_unit(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
-               seed_share=seed_share)
+    check_number(0, 1, threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
+                 seed_share=seed_share)
+    check_number(-math.inf, math.inf, min_score=min_score)
     check_whole(0, spacing=spacing, max_seeds=max_seeds, max_checks=max_checks, closing=closing)
     check_one_of(("entropy", "commit"), uncertainty=uncertainty)
     check_one_of((None, "prefix", "dual"), cache=cache)
@@ -1929,9 +1943,8 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
         prompt, attention_mask: as in samplers. answer: (B, n) ids,
             or a list of id lists (then one row at a time).
     """
-    if n_samples < 1 or batch_size < 1:
-        raise ValueError(f"n_samples is {n_samples} and batch_size {batch_size}, "
-                         "expected at least 1")
+    check_whole(1, n_samples=n_samples, batch_size=batch_size)
+    check_number(0, math.inf, cfg_scale=cfg_scale)
     answer = [_ids_of(a) for a in answer]
     if any(a.ndim != 1 or len(a) == 0 for a in answer):
         raise ValueError("answer must be one list of ids per prompt, none of them empty")
