@@ -61,8 +61,8 @@ def problems(family, split, n, seed=0):
         raise ValueError(f"family is {family!r}, expected one of {FAMILIES}")
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected one of {SPLITS}")
-    if n < 0:
-        raise ValueError(f"n is {n}, expected at least 0")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+        raise ValueError(f"n is {n!r}, expected a whole number from 0")
     rng = random.Random(f"{family}/{split}/{seed}")
     make = {"math": _math, "choice": _choice, "code": _code}[family]
     out, seen = [], set()
@@ -464,6 +464,13 @@ def grade_all(probs, texts):
     """`grade` over two lists of equal length; all the code problems share one child process."""
     if len(probs) != len(texts):
         raise ValueError(f"{len(probs)} problems but {len(texts)} texts")
+    for p, text in zip(probs, texts):
+        if not isinstance(p, Problem):
+            raise ValueError(f"problem is {p!r}, expected a Problem")
+        if p.family not in FAMILIES:
+            raise ValueError(f"family is {p.family!r}, expected one of {FAMILIES}")
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r}, expected a str")
     marks = [None] * len(probs)
     for i, (p, text) in enumerate(zip(probs, texts)):
         if p.family == "math":
@@ -487,6 +494,8 @@ def grade_code(pairs, timeout=2.0):
     accidents, not a security boundary. Programs not graded when the child dies count as wrong.
     Returns a list of bool.
     """
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout!r}, expected seconds, above 0")
     if not pairs:
         return []
     jobs = [{"task_id": str(i), "prompt": "", "test": p.gold, "entry_point": p.entry_point,
@@ -541,8 +550,8 @@ def _grade_child(timeout):
 
 def wilson(k, n, z=1.96):
     """The 95 % Wilson interval (low, high) of a share k / n."""
-    if not 0 <= k <= n or n == 0:
-        raise ValueError(f"k is {k} and n is {n}, expected 0 <= k <= n and n > 0")
+    if not (isinstance(k, int) and isinstance(n, int) and 0 <= k <= n and n > 0):
+        raise ValueError(f"k is {k!r} and n is {n}, expected 0 <= k <= n and n > 0")
     centre, spread = (k / n + z * z / (2 * n),
                       z * ((k / n * (1 - k / n) + z * z / (4 * n)) / n) ** .5)
     return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
