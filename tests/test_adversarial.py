@@ -19,7 +19,7 @@ HARSH = {     # every check rejects, every token is doubted
                    min_score=-1.0, score=lambda u, d_in, d_out: torch.ones_like(u))
               for r in (0.0, 1.0) for c in (1, 99)],
     "dual_diffusion": [dict(verify=lambda j, t, q: torch.ones_like(t, dtype=torch.bool), view=v,
-                            max_revisions=99, threshold=0.0, draft_steps=1)
+                            max_revisions=4, threshold=0.0, draft_steps=1)
                        for v in ("visible", "leave_one_out", "cover")],
 }
 

@@ -82,7 +82,7 @@ def test_an_interrupted_sampler_leaves_its_denoiser_as_it_was(name, where, monke
 
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         if where == "forward":
-            m.setattr(d.model.model.layers[1].mlp, "act_fn", third)
+            m.setattr(d.model.model.layers[1].mlp.act_fn, "forward", third)
             calls[0] = 2
         SAMPLERS[name](d, random_ids(2, 3), callback=third, **knobs)
     assert hooks(d.model) == 0

@@ -77,7 +77,9 @@ def test_saturated_logits_are_certain_tokens(name, knobs, scale, floor):
     for T in (0.0, 1.0):
         out = sane(SAMPLERS[name](Denoiser(Table(hot(scale, floor)), M), [[1, 2]], gen_length=9,
                                   block_length=5, temperature=T))
-        assert out.generated[0].tolist() == [*range(2, 11)] and not out.revisions
+        assert out.generated[0].tolist() == [*range(2, 11)]
+        assert all(r.old == r.new for r in out.revisions)       # Saber always takes some back
+        assert name == "saber" or not out.revisions
         if knobs.get("remasking", "low_confidence") == "low_confidence":
             assert (out.commit_confidence == 1).all()
 
