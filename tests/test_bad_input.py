@@ -475,7 +475,8 @@ def test_wrong_references(out, given, message):
     own("--device=gpu", "device is 'gpu'"), ("--sampler=ar", "argument --sampler: invalid choice"),
     ("--model=README.md", "no checkpoint at 'README.md'"), ("--model=./x", "no model folder './x'"),
     ("--cache=dkv", "cache is 'dkv'"), ("--steps=4", "--sampler fast_dllm has no steps"),
-    ("--verify=kl", "--sampler fast_dllm has no verify"), own("h\udcff", "prompt 0 is 'h.udcff'"),
+    ("--verify=kl", "--sampler fast_dllm has no verify"),
+    own("h\udcff", "prompt 0 is 'h.udcff'"),
 ])
 def test_the_command_line_says_which_option_is_wrong(option, message, capsys):
     """Exit code 2, no traceback; the last is an argument that is not valid UTF-8."""
