@@ -119,6 +119,7 @@ def test_what_every_sampler_refuses(denoiser, name, given, message):
     ([[1, None]], r"prompt is list '\[1, None\]', expected integer ids"),
     ((IDS, torch.ones(1, 2)), r"prompt .* expected"),
     ((IDS, torch.ones(1, 2, dtype=torch.bool)), r"prompt .* expected"),
+    ([IDS, IDS], r"prompt is a list of \[\(1, 2\), \(1, 2\)\], expected rows of ids"),
     (torch.tensor([[1, -2]]), r"prompt\[0, 1\] is -2, outside the vocabulary of 40 ids"),
     (torch.tensor([[1, 40]]), r"prompt\[0, 1\] is 40, outside the vocabulary of 40 ids"),
     ([[3], [1, 1 << 40]], r"prompt\[1, 1\] is 1099511627776, outside the vocabulary of 40 ids"),
@@ -145,6 +146,12 @@ def test_an_unknown_keyword_is_python_s_own_error(denoiser, name):
             kind=TypeError)
     refused("need a denoiser with eos_ids", SAMPLERS[name], Denoiser(denoiser.model, M), IDS,
             early_stop=True)
+
+
+@every_sampler
+def test_rows_of_different_lengths_have_a_mask_of_their_own(denoiser, name):
+    refused("prompt is a list of rows of different lengths, .*: drop yours", SAMPLERS[name],
+            denoiser, [[1], [1, 2]], gen_length=4, attention_mask=[[0, 1], [1, 1]])
 
 
 @pytest.mark.xfail(strict=True, reason="only python's own int is a whole number")

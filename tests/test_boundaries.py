@@ -132,6 +132,26 @@ def test_an_eos_that_is_postponed_is_filled_last_even_if_it_is_surest():
         assert out.commit_step[0, 1:].tolist() == order
 
 
+@pytest.mark.parametrize("remasking", ["low_confidence", "margin", "entropy"])
+def test_a_postponed_eos_is_last_whatever_the_confidence_is(remasking):
+    """Minus an entropy is never above 0: a postponed eos has to lose to that as well."""
+    table = torch.zeros(4, 40)
+    table[2, 5] = 30.0
+    d = Denoiser(Table(table), M, eos_ids=(5,))
+    out = sample_llada(d, [[1]], gen_length=3, postpone_eos=True, remasking=remasking)
+    assert out.commit_step[0].tolist() == [0, 1, 3, 2]
+
+
+@pytest.mark.parametrize("sampler", [sample_fast_dllm, sample_dkv, sample_wino, sample_cover])
+def test_a_postponed_eos_waits_even_at_threshold_zero(sampler):
+    """Everything is above 0, a postponed eos is not: a forward later, alone."""
+    table = torch.zeros(4, 40)
+    table[2, 5], table[1, 9], table[3, 8] = 30.0, 4.0, 6.0
+    out = sampler(Denoiser(Table(table), M, eos_ids=(5,)), [[1]], gen_length=3, block_length=3,
+                  threshold=0.0, postpone_eos=True)
+    assert out.commit_step[0].tolist() == [0, 1, 2, 1]
+
+
 def test_quotas_of_unequal_rows():
     """5 masks and 3 holes more, over 3 steps: 2 2 1 and 3 3 2; a remainder goes to the first."""
     out = sample_llada(halves(), [[M, 1, M, M], [1]], gen_length=5, steps=3)
