@@ -13,6 +13,8 @@ from test_cover import lively
 from dlm_spec import (
     SAMPLERS,
     Denoiser,
+    apart,
+    gumbel_argmax,
     sample_cover,
     sample_dkv,
     sample_dual_diffusion,
@@ -104,6 +106,37 @@ def test_a_position_is_taken_back_max_revisions_times(most):
                                 max_revisions=most)
     times = [sum(r.position == i for r in out.revisions) for i in range(10)]
     assert max(times) == most
+
+
+@pytest.mark.parametrize("K, rejected, second", [
+    (4, 0, 5 + 9), (4, 1, 5 + 5), (4, 2, 5 + 3), (3, 1, 4 + 2), (2, 1, 3 + 2), (1, 0, 2 + 3)])
+def test_adaptive_k_halves_above_a_quarter_and_doubles_at_nothing(K, rejected, second):
+    """One token per forward: the first verification is forward K + 1, the second follows after
+    2 K, K or K // 2 drafts."""
+    model, calls = Table(torch.zeros(40, 40)), []
+
+    def rule(judged, tokens, draft):
+        calls.append(model.calls)
+        return (torch.arange(len(tokens)) < rejected) & (len(calls) == 1)
+    sample_dual_diffusion(Denoiser(model, M), [[1]], gen_length=32, block_length=32, verify=rule,
+                          draft_steps=K, view="visible", cache=None, adaptive=True)
+    assert calls[:2] == [K + 1, second]
+
+
+def test_gumbel_noise_has_its_sign():
+    """With two tokens the sign does not show, with four it does: frequencies are the softmax."""
+    p = torch.tensor([.5, .3, .15, .05])
+    drawn = gumbel_argmax(p.log().expand(100_000, 4), 1.0, torch.Generator().manual_seed(0))
+    assert torch.allclose(torch.bincount(drawn) / 1e5, p, atol=.006)
+
+
+def test_seeds_of_equal_score_are_not_adjacent():
+    """Shifted models: of a run the first; unequal ones by score."""
+    run = torch.tensor([[False, True, True, True, False, True, True]])
+    assert torch.equal(apart(torch.ones(1, 7), run, True).nonzero()[:, 1], torch.tensor([1, 5]))
+    score = torch.tensor([[9., 1, 2, 1, 9, 1, 2]])
+    assert torch.equal(apart(score, run, True).nonzero()[:, 1], torch.tensor([2, 6]))
+    assert torch.equal(apart(score, run, False), run)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
