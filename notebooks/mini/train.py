@@ -4,9 +4,10 @@
     python notebooks/mini/train.py --minutes 110    # from scratch, or on from the last checkpoint
     python notebooks/mini/train.py --init notebooks/mini/model --lr 1e-3   # on from a model folder
 
-Every few minutes it writes, atomically, the state of the run (run/last.pt; the log is
+Every few minutes, and on Ctrl-C, it writes the state of the run (run/last.pt; the log is
 run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json, model.safetensors in
-bf16, tokenizer.json), with the running average of the weights.
+bf16, tokenizer.json), with the running average of the weights. Files are replaced when they are
+whole.
 """
 import argparse
 import json
@@ -14,7 +15,9 @@ import math
 import os
 import random
 import re
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -135,14 +138,24 @@ def save_atomically(write, path):
 
 def save_model(model, weights, tokenizer, folder):
     """The folder `load_denoiser` opens; weights in bf16, the tied head left out."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()
                if k != "lm_head.weight"}
     model.config.dtype = "bfloat16"
-    model.config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    save_atomically(lambda tmp: save_file(tensors, tmp, {"format": "pt"}),
-                    folder / "model.safetensors")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as new:    # all are whole before one is replaced
+        model.config.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        save_file(tensors, Path(new, "model.safetensors"), {"format": "pt"})
+        for path in Path(new).iterdir():
+            os.replace(path, folder / path.name)
+
+
+def forget_after(log, step):
+    """Drop the lines of a log that were written after the state that a run goes on from."""
+    if log.exists():
+        kept = [line for line in log.read_text().splitlines(keepends=True)
+                if line.endswith("\n") and json.loads(line)["step"] <= step]
+        save_atomically(lambda tmp: tmp.write_text("".join(kept)), log)
 
 
 def optimizers(model, lr):
@@ -170,7 +183,7 @@ def start_as_neighbour_heads(layer, offsets=(-2, -1, 1, 2)):
     angle = 10_000.0 ** (-torch.arange(0, d, 2) / d)
     for name in ("q_proj", "k_proj"):
         getattr(attention, name).weight.mul_(0.1)
-    for h, offset in enumerate(offsets):
+    for h, offset in enumerate(offsets[:attention.config.num_attention_heads]):
         turned = torch.cat([(angle * offset).cos(), (angle * offset).sin()])
         attention.k_proj.bias[h * d:(h + 1) * d] = 6 * torch.cat([torch.ones(d // 2),
                                                                   torch.zeros(d // 2)])
@@ -182,6 +195,7 @@ def main():
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--minutes", type=float, default=110,
                      help="training time in all, resumed runs included")
+    cli.add_argument("--steps", type=int, help="steps in all, instead of --minutes")
     cli.add_argument("--batch", type=int, default=128)
     cli.add_argument("--lr", type=float, default=3e-3)
     cli.add_argument("--seed", type=int, default=0)
@@ -200,6 +214,8 @@ def main():
     cli.add_argument("--init", type=Path, help="a model folder whose weights to start from")
     cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     args = cli.parse_args()
+    if args.hidden < 48 or args.hidden % 48:
+        cli.error(f"--hidden is {args.hidden}, expected a multiple of 48, a head's size")
 
     torch.manual_seed(args.seed)
     tokenizer = (build_tokenizer() if args.init is None
@@ -222,12 +238,13 @@ def main():
     average = {k: v.clone() for k, v in model.state_dict().items()}
     opts = optimizers(model, args.lr)
     generator = torch.Generator().manual_seed(args.seed)
-    step, spent, state_file = 0, 0.0, args.run / "last.pt"
+    step, spent, losses, state_file = 0, 0.0, [], args.run / "last.pt"
     args.run.mkdir(parents=True, exist_ok=True)
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         model.load_state_dict(state["model"])
         average, step, spent = state["average"], state["step"], state["spent"]
+        losses = state.get("losses", [])
         generator.set_state(state["generator"])
         for opt, s in zip(opts, state["opts"]):
             opt.load_state_dict(s)
@@ -235,20 +252,27 @@ def main():
 
     def save():
         save_atomically(lambda tmp: torch.save(dict(
-            model=model.state_dict(), average=average, step=step, spent=spent,
+            model=model.state_dict(), average=average, step=step, spent=spent, losses=losses,
             generator=generator.get_state(),
             opts=[opt.state_dict() for opt in opts]), tmp), state_file)
         save_model(model, average, tokenizer, args.out)
 
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} words")
     mix = {k: float(v) for k, v in (item.split("=") for item in args.mix.split(","))}
-    fast, total, saved, losses = torch.compile(model, dynamic=True), args.minutes * 60, spent, []
-    bar = tqdm(total=round(total), initial=round(spent), unit="s", mininterval=5)
+    fast, total, saved = torch.compile(model, dynamic=True), args.minutes * 60, spent
+    forget_after(args.run / "log.jsonl", step)
+    interrupted = []                    # Ctrl-C ends the step and saves; a second one ends at once
+
+    def interrupt(*_):
+        interrupted.append(signal.signal(signal.SIGINT, before))
+    before = signal.signal(signal.SIGINT, interrupt)
+    bar = tqdm(total=None if args.steps else round(total), initial=round(spent), unit="s",
+               mininterval=5)
     clock = time.monotonic()
     with open(args.run / "log.jsonl", "a") as log, sdpa_kernel(SDPBackend.MATH):
         for x, answer, real in batches(tokenizer, args.batch, args.seed, mix, step, args.letters,
                                        args.hide, args.questions):
-            done = min(spent / total, 1.0)
+            done = min(step / args.steps if args.steps else spent / total, 1.0)
             lr = (args.lr * min(1, (step + 1) / 200)
                   * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2))
             for opt, factor in zip(opts, (2, 1)):
@@ -281,12 +305,16 @@ def main():
                                       "loss": round(mean, 5), "lr": lr}) + "\n")
                 log.flush()
                 bar.set_postfix(step=step, loss=f"{mean:.4f}")
-            if spent - saved > args.save_every * 60 or spent >= total:
+            end = step >= args.steps if args.steps else spent >= total
+            if spent - saved > args.save_every * 60 or end or interrupted:
                 saved = spent
                 save()
-            if spent >= total:
+            if end or interrupted:
                 break
     bar.close()
+    signal.signal(signal.SIGINT, before)
+    if interrupted:
+        cli.exit(130, f"interrupted and saved: {step} steps; the same command goes on\n")
     print(f"done: {step} steps, {spent / 60:.1f} minutes, model in {args.out}")
 
 

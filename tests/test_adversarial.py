@@ -1,0 +1,93 @@
+"""Models and rules that do not cooperate: what test_properties.py does not have yet."""
+import math
+
+import pytest
+import torch
+from helpers import M, Table
+from test_numerics import VARIANTS
+from test_properties import check, flips, moody, one_token, uniform, wants_the_mask
+
+from dlm_spec import SAMPLERS, Denoiser
+
+every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+MODELS = dict(uniform=lambda: uniform, mask=lambda: wants_the_mask, one=lambda: one_token,
+              flips=lambda: flips, moody=moody)
+HARSH = {     # every check rejects, every token is doubted
+    "wino": [dict(threshold=0.0, threshold_back=1.0), dict(threshold=1.0, threshold_back=1.0)],
+    "saber": [dict(n=1), dict(n=9)],
+    "cover": [dict(threshold=0.0, tau_replace=r, tau_remask=1.0, seed_share=1.0, max_checks=c,
+                   min_score=-1.0, score=lambda u, d_in, d_out: torch.ones_like(u))
+              for r in (0.0, 1.0) for c in (1, 99)],
+    "dual_diffusion": [dict(verify=lambda j, t, q: torch.ones_like(t, dtype=torch.bool), view=v,
+                            max_revisions=4, threshold=0.0, draft_steps=1)
+                       for v in ("visible", "leave_one_out", "cover")],
+}
+
+
+@pytest.mark.parametrize("name, knobs", [(n, k) for n, some in HARSH.items() for k in some])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("shift", [False, True])
+def test_rules_that_take_back_all_they_may_end(name, knobs, make, shift):
+    """Shifted and plain; prompts of unequal lengths with holes; the bounds of `check`."""
+    check(Denoiser(Table(make()), M, shift=shift), name, [[1, 2], [3, M, 4, M]],
+          dict(gen_length=9, block_length=5, **knobs))
+
+
+@pytest.mark.parametrize("name, knobs", VARIANTS, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_model_that_breaks_down_later_is_an_error(name, knobs, bad):
+    """The second forward's logits are not usable; in one row of two is enough."""
+    calls = [0]
+
+    def model(ids, position_ids):
+        calls[0] += 1
+        out = torch.randn(*ids.shape, 40, generator=torch.Generator().manual_seed(calls[0]))
+        if calls[0] > 1:
+            out[-1] = bad
+        return out
+    with pytest.raises(ValueError, match="logits are not usable at candidate"):
+        SAMPLERS[name](Denoiser(Table(model), M), [[1, 2], [3]], gen_length=8, block_length=8,
+                       **{**knobs, **({} if "threshold" not in knobs else {"threshold": 1.0})})
+
+
+@every_sampler
+def test_logits_that_nobody_asked_for_may_be_anything(name):
+    """NaN at the prompt's positions and on the mask's row of the vocabulary changes nothing."""
+    def model(fill):
+        def logits(ids, position_ids):
+            out = torch.randn(1, 20, 40, generator=torch.Generator().manual_seed(3))
+            out = out[0][position_ids].index_fill(2, torch.tensor([M]), fill)
+            return out.masked_fill((position_ids < 3)[..., None], fill)
+        return logits
+    a, b = (SAMPLERS[name](Denoiser(Table(model(fill)), M), [[1, 2, 3]], gen_length=6,
+                           block_length=3) for fill in (0.0, math.nan))
+    assert torch.equal(a.sequences, b.sequences) and torch.equal(a.nfe, b.nfe)
+
+
+@every_sampler
+def test_logits_that_are_minus_infinity_throughout_are_an_error(name):
+    d = Denoiser(Table(lambda ids, at: torch.full((*ids.shape, 40), -math.inf)), M)
+    with pytest.raises(ValueError, match="every token is -inf"):
+        SAMPLERS[name](d, [[1, 2]], gen_length=4, block_length=4)
+
+
+@every_sampler
+def test_a_processor_that_bans_everything_is_an_error(name):
+    d = Denoiser(Table(uniform), M)
+    with pytest.raises(ValueError, match="every token is -inf"):
+        SAMPLERS[name](d, [[1, 2]], gen_length=4, block_length=4,
+                       logits_processor=lambda x, logits: logits.fill_(-math.inf))
+
+
+@every_sampler
+def test_a_model_that_wants_only_the_end_ends(name):
+    """All eos: postponed or suppressed, the canvas is filled within the same bounds."""
+    def eos(ids, position_ids):
+        return torch.zeros(*ids.shape, 40).index_fill(2, torch.tensor([5]), 50.0)
+    d = Denoiser(Table(eos), M, eos_ids=(5,))
+    for knobs in ({}, dict(postpone_eos=True), dict(suppress_eos=True)):
+        out = check(d, name, [[1, 2], [3, M]], dict(gen_length=6, block_length=4, **knobs))
+        assert ((out.generated == 5).all() if "suppress_eos" not in knobs
+                else (out.generated != 5).all())
+    out = SAMPLERS[name](d, [[1, 2]], gen_length=9, block_length=3, early_stop=True)
+    assert (out.generated == 5).all() and (out.commit_step[0, 5:] == 0).all()
