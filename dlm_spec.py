@@ -645,6 +645,10 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
     another shape, when the architecture cannot be mapped, and when no mask id is known.
     """
     name = os.path.expanduser(str(name_or_path if name_or_path is not None else EMBEDDED_MODEL))
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"device is {device!r}, expected for example 'cpu' or 'cuda'") from e
     if str(device).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device here")
     placed = [k for k in ("device_map", "tp_plan", "quantization_config")
@@ -688,7 +692,7 @@ def _refuse(given, device, placed):
         raise ValueError("trust_remote_code=True was given, but no code of a checkpoint is ever "
                          "run here: drop it")
     if device is not None and placed:
-        raise ValueError(f"device={device!r} was given with {placed[0]}, "
+        raise ValueError(f"device={str(device)!r} was given with {placed[0]}, "
                          "which places the weights itself: drop one")
     if "torch_dtype" in given:
         raise ValueError("torch_dtype was given: say dtype")
@@ -1094,8 +1098,8 @@ def check_number(low, high, **numbers):
     """ValueError unless each named value is a finite number from low to high."""
     for name, value in numbers.items():
         if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
-            limits = f"from {low}" + (f" to {high}" if high < math.inf else "")
-            raise ValueError(f"{name} is {value!r}, expected a finite number {limits}")
+            what = f"number from {low} to {high}" if high < math.inf else f"finite number from {low}"
+            raise ValueError(f"{name} is {value!r}, expected a {what}")
 
 
 def check_whole(least, **numbers):
