@@ -1098,8 +1098,9 @@ def check_number(low, high, **numbers):
     """ValueError unless each named value is a finite number from low to high."""
     for name, value in numbers.items():
         if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
-            what = f"number from {low} to {high}" if high < math.inf else f"finite number from {low}"
-            raise ValueError(f"{name} is {value!r}, expected a {what}")
+            limits = f"from {low}" + (f" to {high}" if high < math.inf else "")
+            kind = "number" if high < math.inf else "finite number"
+            raise ValueError(f"{name} is {value!r}, expected a {kind} {limits}")
 
 
 def check_whole(least, **numbers):
@@ -1612,6 +1613,9 @@ def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revision
     if drafter is not None and drafter.mask_id != denoiser.mask_id:
         raise ValueError(f"the drafter's mask_id is {drafter.mask_id}, the verifier's "
                          f"{denoiser.mask_id}: they need the same vocabulary")
+    if drafter is not None and drafter.n_embeddings != denoiser.n_embeddings:
+        raise ValueError(f"the drafter has {drafter.n_embeddings} embeddings, the verifier "
+                         f"{denoiser.n_embeddings}: they need the same vocabulary")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1915,6 +1919,9 @@ def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, 
     Returns a scalar, in nats.
     """
     B, L = x.shape
+    if getattr(getattr(model, "config", None), "_attn_implementation", "dlm_spec") != "dlm_spec":
+        raise ValueError("model has its own, causal attention: "
+                         "model.set_attn_implementation('dlm_spec') first")
     if answer.shape != x.shape or not answer.any(1).all():
         raise ValueError(f"answer has shape {tuple(answer.shape)} and x {(B, L)}; "
                          "every row needs an answer token")

@@ -133,10 +133,10 @@ def test_gumbel_noise_has_its_sign():
 def test_seeds_of_equal_score_are_not_adjacent():
     """Shifted models: of a run the first; unequal ones by score."""
     run = torch.tensor([[False, True, True, True, False, True, True]])
-    assert torch.equal(apart(torch.ones(1, 7), run, True).nonzero()[:, 1], torch.tensor([1, 5]))
+    assert torch.equal(apart(torch.ones(1, 7), run, 1).nonzero()[:, 1], torch.tensor([1, 5]))
     score = torch.tensor([[9., 1, 2, 1, 9, 1, 2]])
-    assert torch.equal(apart(score, run, True).nonzero()[:, 1], torch.tensor([2, 6]))
-    assert torch.equal(apart(score, run, False), run)
+    assert torch.equal(apart(score, run, 1).nonzero()[:, 1], torch.tensor([2, 6]))
+    assert torch.equal(apart(score, run, 0), run)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

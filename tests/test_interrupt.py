@@ -53,8 +53,8 @@ def press(*_, **__):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("where", ["_read_config", "_stock_config", "_load_strictly", "_finish",
-                                   "_tokenizer"])
+@pytest.mark.parametrize("where", ["_read_config", "_load_strictly", "_tokenizer",
+                                   "_special_ids"])
 def test_ctrl_c_during_loading(where, monkeypatch, capsys):
     monkeypatch.setattr(dlm_spec, where, press)
     with pytest.raises(SystemExit) as stop:

@@ -120,7 +120,8 @@ def saved(tmp_path, tokenizer):
     """A model folder and new weights for it."""
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1,
                          num_attention_heads=1, num_key_value_heads=1, intermediate_size=16,
-                         tie_word_embeddings=True, mask_token_id=tokenizer.mask_token_id)
+                         tie_word_embeddings=True, mask_token_id=tokenizer.mask_token_id,
+                         eos_token_id=tokenizer.eos_token_id)
     model, folder = LlamaForCausalLM(config), tmp_path / "out"
     train.save_model(model, model.state_dict(), tokenizer, folder)
     return model, {k: v + 1 for k, v in model.state_dict().items()}, folder
