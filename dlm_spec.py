@@ -1745,8 +1745,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             of the candidates, one fewer than the last forward's commits; with a score above
             min_score.
         max_checks: how often a token's position is checked in all.
-        closing: a block that is full may have so many forwards more in which tokens that were never
-            checked are: all at once, and re-masked without a limit per row. (A token can first be
+        closing: a block that is full may have so many forwards more in which all tokens that are
+            candidates are checked, and re-masked without a limit per row. (A token can first be
             checked two forwards after its commit, so the last ones would go unchecked.)
         uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
             the entropy when it was committed.
@@ -1773,7 +1773,6 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     column, M = torch.arange(x.shape[1], device=x.device), denoiser.mask_id
     record = Recorder(x, visible, P, callback, history, streamer)
     kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
-    once = min(max_checks, 1)
     checks, u = torch.zeros_like(x), torch.zeros(x.shape, device=x.device)
     for start, end in block_bounds(P, gen_length, block_length):
         masks = visible & (x == M)                          # a hole before the block belongs to it
@@ -1782,7 +1781,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
         left = torch.full_like(x[:, 0], closing)
         while True:
             masks = block & (x == M)
-            closed = ~masks.any(1) & (seeds | ours & (checks < once)).any(1) & (left > 0)
+            closed = ~masks.any(1) & (ours & (checks < max_checks)).any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
             if not live.any():
                 break
@@ -1812,8 +1811,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             checks, left = checks + (seeds & ~wait), left - closed.long()
             masks, old = block & (x == M), seeds
             valid = (shown == x) & (x != M)
-            limit = torch.where(masks.any(1), max_checks, once)[:, None]
-            seeds = again & ~old & valid & (checks < limit)             # now the next candidates
+            seeds = again & ~old & valid & (checks < max_checks)        # now the next candidates
             if denoiser.shift:      # i is read at i-1, and its own row reads i+1
                 seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
                 seeds &= ~F.pad(masks, (0, 1))[:, 1:]

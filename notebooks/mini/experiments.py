@@ -23,7 +23,7 @@ import dlm_spec
 RESULTS = HERE.parent / "results"
 G = 64
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
-CHECKED = dict(spacing=4, closing=4)        # COVER with our two additions
+CHECKED = dict(spacing=4, closing=8)        # COVER with our two additions
 
 
 def sweep():
@@ -47,13 +47,14 @@ def sweep():
 
 
 CHOSEN = [("llada", dict(steps=G)), ("llada", dict(steps=16)),
-          *(("fast_dllm", dict(threshold=t)) for t in THRESHOLDS + (0.9,)),
-          *(("wino", dict(threshold=t)) for t in (0.4, 0.5, 0.6)), ("saber", dict(n=2)),
-          ("cover", dict(threshold=0.6)), ("cover", dict(threshold=0.6, **CHECKED)),
-          ("cover", dict(threshold=0.6, cache="prefix", refresh=2, **CHECKED)),
-          ("dual_diffusion", dict(threshold=0.6, draft_steps=2, cache=None)),
+          ("cover", dict(threshold=0.5, **CHECKED)), ("wino", dict(threshold=0.4)),
+          ("dual_diffusion", dict(threshold=0.5, draft_steps=2, cache=None)),
+          ("fast_dllm", dict(threshold=0.6)), ("cover", dict(threshold=0.5)),
+          ("cover", dict(threshold=0.7, **CHECKED)), ("wino", dict(threshold=0.6)),
           ("dual_diffusion", dict(threshold=0.6, draft_steps=2, cache="dual")),
-          ("fast_dllm", dict(threshold=0.6, cache="dual"))]
+          ("fast_dllm", dict(threshold=0.6, cache="dual")), ("fast_dllm", dict(threshold=0.9)),
+          ("cover", dict(threshold=0.5, cache="prefix", refresh=2, **CHECKED)),
+          ("fast_dllm", dict(threshold=0.7)), ("saber", dict(n=2))]
 
 
 def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
