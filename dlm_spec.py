@@ -2041,8 +2041,8 @@ def revision_statistics(out, reference=None):
 EXAMPLES = (
     "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "
     "as many. How many shells are left?",
-    "Which of these is a kind of fruit?\nA) hammer\nB) bus\nC) iron\nD) plum\n"
-    "Give a reason, then the letter.",
+    "Ben is taller than Ann. Max is taller than Ben. Ann is taller than Zoe. Who is the tallest?\n"
+    "A) Ann\nB) Max\nC) Zoe\nD) Ben\nGive a reason, then the letter.",
     "Write a function solve(nums) that takes the numbers in nums greater than 4, multiplies by 3 "
     "each and returns their sum.",
 )

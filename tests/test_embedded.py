@@ -29,9 +29,9 @@ def test_the_checkpoint_is_a_small_stock_llama():
     assert d.mask_id == d.tokenizer.mask_token_id and d.eos_ids == (d.tokenizer.eos_token_id,)
 
 
-@pytest.mark.parametrize("family, least", [("math", .75), ("choice", .6), ("code", .8)])
+@pytest.mark.parametrize("family, least", [("math", .78), ("choice", .9), ("code", .8)])
 def test_one_token_per_forward_solves_most_held_out_problems(denoiser, family, least):
-    """40 problems here, floors three standard errors below what the model card has on 400."""
+    """40 problems here, floors three standard errors below what the model card has on 1,000."""
     problems = tasks.problems(family, "test", 40)
     r = evaluate(denoiser, dlm_spec.sample_llada, problems, gen_length=64)
     assert r["accuracy"] >= least, r["texts"][:3]
