@@ -8,7 +8,7 @@ starting from a prompt followed by G masks and filling them over several forward
     denoiser = load_denoiser()                    # the embedded model; or LLaDA, Dream, a folder
     ids, mask = denoiser.encode(EXAMPLES[0])      # "Mia has 12 shells. She finds 5 more ..."
     out = sample_llada(denoiser, ids, attention_mask=mask, gen_length=64)
-    print(denoiser.decode(out.generated)[0])      # 12 + 5 = 17; - 3 -> 14, 14 * 2 = 28; #### 28
+    print(denoiser.decode(out.generated)[0])      # 12 + 5 = 17; 14 = 17 - 3; * 2 -> 28, #### 28
 
 This is no framework: every sampler is a plain function over a denoiser and a canvas. Copy what you
 need: a sampler, the primitives above it and the denoiser stand on their own.
