@@ -562,7 +562,9 @@ def wilson(k, n, z=1.96):
         raise ValueError(f"k is {k!r} and n is {n}, expected 0 <= k <= n and n > 0")
     centre, spread = (k / n + z * z / (2 * n),
                       z * ((k / n * (1 - k / n) + z * z / (4 * n)) / n) ** .5)
-    return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    # with all of them right, or none, an end is k / n but for the rounding
+    return (min(k / n, (centre - spread) / (1 + z * z / n)),
+            max(k / n, (centre + spread) / (1 + z * z / n)))
 
 
 if __name__ == "__main__":
