@@ -1778,7 +1778,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
         masks = visible & (x == M)                          # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
         ours, seeds, window, step = block & masks, torch.zeros_like(masks), None, 0
-        left = torch.full_like(x[:, 0], closing)
+        left = torch.full_like(x[:, 0], closing if max_seeds else 0)
         while True:
             masks = block & (x == M)
             closed = ~masks.any(1) & (ours & (checks < max_checks)).any(1) & (left > 0)
