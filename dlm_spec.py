@@ -1811,7 +1811,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             checks, left = checks + (seeds & ~wait), left - closed.long()
             masks, old = block & (x == M), seeds
             valid = (shown == x) & (x != M)
-            seeds = again & ~old & valid & (checks < max_checks)        # now the next candidates
+            seeds = again & ~old & valid        # now the next candidates
             if denoiser.shift:      # i is read at i-1, and its own row reads i+1
                 seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
                 seeds &= ~F.pad(masks, (0, 1))[:, 1:]

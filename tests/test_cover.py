@@ -336,6 +336,9 @@ def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypat
             assert int(out.nfe) <= 16 + len(out.revisions) + 2 * closing
             if closing == 0:
                 assert not full
+                plain = [sample_cover(d, [[1, 2, 3]], gen_length=16, block_length=8, threshold=.5,
+                                      closing=c, max_seeds=0, cache=cache) for c in (0, 9)]
+                assert plain[0].nfe == plain[1].nfe and not plain[1].revisions
             if closing == 40:
                 checked = torch.stack([now.seeds[0] for now in seen]).any(0)
                 assert checked[3:].all() and not checked[:3].any() and full
