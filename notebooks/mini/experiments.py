@@ -6,7 +6,7 @@
 
 Results go into notebooks/results/<split>_<family>.json, a record per sampler and knobs with one
 mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped goes on
-where it was; records of at least n problems are kept.
+where it was; records of at least n problems are kept, shorter ones are continued.
 """
 import argparse
 import json
@@ -23,7 +23,8 @@ import dlm_spec
 RESULTS = HERE.parent / "results"
 G = 64
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
-CHECKED = dict(spacing=4, closing=8)        # COVER with our two additions
+# COVER with our two additions, and outcomes that replace sooner
+CHECKED = dict(spacing=4, closing=8, tau_replace=0.5, tau_remask=0.5)
 
 
 def sweep():
@@ -46,15 +47,22 @@ def sweep():
     yield from (("fast_dllm", dict(threshold=t, cache="dual")) for t in (0.5, 0.7, 0.9))
 
 
-CHOSEN = [("llada", dict(steps=G)), ("llada", dict(steps=16)),
-          ("cover", dict(threshold=0.5, **CHECKED)), ("wino", dict(threshold=0.4)),
-          ("dual_diffusion", dict(threshold=0.5, draft_steps=2, cache=None)),
-          ("fast_dllm", dict(threshold=0.6)), ("cover", dict(threshold=0.5)),
-          ("cover", dict(threshold=0.7, **CHECKED)), ("wino", dict(threshold=0.6)),
-          ("dual_diffusion", dict(threshold=0.6, draft_steps=2, cache="dual")),
-          ("fast_dllm", dict(threshold=0.6, cache="dual")), ("fast_dllm", dict(threshold=0.9)),
-          ("cover", dict(threshold=0.5, cache="prefix", refresh=2, **CHECKED)),
-          ("fast_dllm", dict(threshold=0.7)), ("saber", dict(n=2))]
+DUAL, DRAFT = dict(cache="dual"), dict(draft_steps=2)
+CHOSEN = [      # one setting of each method, for all families
+    ("llada", dict(steps=G)), ("llada", dict(steps=16)), ("cover", dict(threshold=0.6, **CHECKED)),
+    ("wino", dict(threshold=0.6)), ("saber", dict(n=2)), ("fast_dllm", dict(threshold=0.9)),
+    ("fast_dllm", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.6, **DUAL)),
+    ("dual_diffusion", dict(threshold=0.5, cache=None, **DRAFT)),
+    ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)), ("cover", dict(threshold=0.6)),
+    ("cover", dict(threshold=0.6, cache="prefix", refresh=2, **CHECKED)),
+    ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.4, **CHECKED))]
+CURVES = [      # more settings of each, for cost against accuracy on MiniMath
+    *(("cover", dict(threshold=t, **CHECKED)) for t in (0.5, 0.7)),
+    *(("fast_dllm", dict(threshold=t)) for t in (0.5, 0.7, 0.8)), ("wino", dict(threshold=0.5)),
+    *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.5, 0.7, 0.9)),
+    *(("dual_diffusion", dict(threshold=t, cache=None, **DRAFT)) for t in (0.4, 0.6)),
+    *(("dual_diffusion", dict(threshold=t, **DUAL, **DRAFT)) for t in (0.5, 0.7)),
+    ("cover", dict(threshold=0.5)), ("saber", dict(n=4)), ("wino", dict(threshold=0.3))]
 
 
 def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
@@ -66,23 +74,35 @@ def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
         records = json.loads(path.read_text()) if path.exists() else []
         for name, knobs in settings:
             same = [r for r in records if (r["sampler"], r["knobs"]) == (name, knobs)]
-            if same and same[0]["n"] >= n:
+            so_far = same[0] if same else dict(n=0, marks="")
+            if so_far["n"] >= n:
                 continue
             full = {"gen_length": G, "block_length": G} | knobs
-            r = evaluate(denoiser, dlm_spec.SAMPLERS[name], problems, batch_size=batch_size, **full)
+            r = evaluate(denoiser, dlm_spec.SAMPLERS[name], problems[so_far["n"]:],
+                         batch_size=batch_size, **full)
             records = [old for old in records if old not in same]
             records.append({"family": family, "sampler": name, "knobs": knobs, "split": split,
-                            **{k: r[k] for k in ("n", "right", "nfe", "positions", "seconds",
-                                                 "revisions")},
-                            "marks": "".join("01"[m] for m in r["marks"])})
+                            **together(so_far, r)})
             tmp = path.with_suffix(".tmp")
             tmp.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
             tmp.replace(path)
-            print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {100 * r['accuracy']:5.1f} % "
+            r = records[-1]
+            print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {100 * r['right'] / r['n']:5.1f} % "
                   f"{r['nfe']:5.1f} forwards {r['positions']:6.0f} positions {r['seconds']:4.0f} s "
                   f"{r['revisions'].get('events', 0)} revisions", flush=True)
         everything += records
     return everything
+
+
+def together(a, b):
+    """The record of the problems of record `a` (n may be 0) and of `b`, a result of `evaluate`."""
+    n = a["n"] + b["n"]
+    marks = a["marks"] + "".join("01"[m] for m in b["marks"])
+    sums = {k: a.get(k, 0) + b[k] for k in ("right", "seconds")}
+    means = {k: (a.get(k, 0) * a["n"] + b[k] * b["n"]) / n for k in ("nfe", "positions")}
+    return dict(n=n, **sums, **means, marks=marks,
+                revisions={k: a.get("revisions", {}).get(k, 0) + v
+                           for k, v in b["revisions"].items()})
 
 
 def paired(a, b):
@@ -104,9 +124,11 @@ def main():
     cli.add_argument("--samplers", nargs="+", choices=sorted(dlm_spec.SAMPLERS),
                      default=sorted(dlm_spec.SAMPLERS))
     args = cli.parse_args()
-    settings = [*sweep()] if args.what == "sweep" else CHOSEN
-    run([s for s in settings if s[0] in args.samplers],
-        "validation" if args.what == "sweep" else "test", args.n, args.families)
+    for settings, families in ([([*sweep()], args.families)] if args.what == "sweep" else
+                               [(CHOSEN, args.families),
+                                (CURVES, {"math"} & {*args.families})]):
+        run([s for s in settings if s[0] in args.samplers],
+            "validation" if args.what == "sweep" else "test", args.n, families)
 
 
 if __name__ == "__main__":
