@@ -87,7 +87,8 @@ def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
             tmp.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
             tmp.replace(path)
             r = records[-1]
-            print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {100 * r['right'] / r['n']:5.1f} % "
+            percent = 100 * r["right"] / r["n"]
+            print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {percent:5.1f} % "
                   f"{r['nfe']:5.1f} forwards {r['positions']:6.0f} positions {r['seconds']:4.0f} s "
                   f"{r['revisions'].get('events', 0)} revisions", flush=True)
         everything += records
