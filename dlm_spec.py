@@ -1451,8 +1451,9 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                 if kind == "verify" and rows.any():
                     checked = s.to_check(rows, block & ~masks)
                     if view == "cover":
-                        checked = judgeable(checked, s.shown == x, ask, denoiser.shift)
-                    s.show(rows, x, held=checked if view == "cover" else None)
+                        checked = eligible(checked, s.shown == x, ask, denoiser.shift)
+                        checked = every_other(checked) if denoiser.shift else checked
+                    s.show(rows, x, seeds=checked if view == "cover" else None)
                     logits, judged = look_again(denoiser, view, x, ask, checked, visible,
                                                 kv if drafter is None else None, record, rows)
                     remask = s.judge(checked, judged, x)
@@ -1492,17 +1493,11 @@ def look_again(denoiser, view, x, ask, checked, visible, kv, record, rows):
     return logits[ask[read]], logits[checked[read]]
 
 
-def judgeable(tokens, valid, ask, shift):
-    """Those of `tokens` that COVER's view can check now: their stored keys and values are of
-    themselves. In shifted models also those of the column before, where a token is read, none
-    before a position that is asked, and no neighbours: every other one of a run."""
-    tokens = tokens & valid
-    if not shift:
-        return tokens
-    tokens = tokens & F.pad(valid, (1, 0), value=True)[:, :-1] & ~F.pad(ask, (0, 1))[:, 1:]
+def every_other(tokens):
+    """The 1st, 3rd, 5th... of each run of True in (B, L) bool."""
     index = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    run_start = index.masked_fill(tokens, -1).cummax(1).values
-    return tokens & ((index - run_start) % 2 == 1)
+    before = index.masked_fill(tokens, -1).cummax(1).values     # the run begins behind it
+    return tokens & ((index - before) % 2 == 1)
 
 
 class DualState:
@@ -1521,13 +1516,10 @@ class DualState:
         self.where, self.logits = torch.zeros_like(x), None     # draft logits at the commit (n, V)
         self.shown, self.shift = torch.full_like(x, -1), shift  # tokens the cache was made of
 
-    def show(self, rows, x, window=None, held=None):
-        """A forward of `rows` over canvas x stores keys and values of its window, but not held."""
-        fresh = rows[:, None] & (True if window is None else earlier_too(window, self.shift))
-        self.held = rows & False if held is None else held.any(1)
-        if held is not None:
-            fresh = fresh & ~earlier_too(held, self.shift)
-        self.shown = torch.where(fresh, x, self.shown)
+    def show(self, rows, x, window=None, seeds=None):
+        """A forward of `rows` over canvas x stores keys and values of its window."""
+        self.held = rows & False if seeds is None else seeds.any(1)
+        self.shown = torch.where(stored(rows[:, None], window, seeds, self.shift), x, self.shown)
 
     def new_block(self):
         """Verified rows start a block with the verifier's keys and values, others afresh."""
@@ -1769,8 +1761,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     check_one_of(("entropy", "commit"), uncertainty=uncertainty)
     check_one_of((None, "prefix", "dual"), cache=cache)
     check_whole(1, refresh=1 if refresh is None else refresh)
-    probe_layers = probed(denoiser, probe_layers)
-    column, M = torch.arange(x.shape[1], device=x.device), denoiser.mask_id
+    probe_layers, score = probed(denoiser, probe_layers), score or seed_score
+    column, M, shift = torch.arange(x.shape[1], device=x.device), denoiser.mask_id, denoiser.shift
     record = Recorder(x, visible, P, callback, history, streamer)
     kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
     checks, u = torch.zeros_like(x), torch.zeros(x.shape, device=x.device)
@@ -1781,18 +1773,16 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
         left = torch.full_like(x[:, 0], closing if max_seeds else 0)
         while True:
             masks = block & (x == M)
-            closed = ~masks.any(1) & (ours & (checks < max_checks)).any(1) & (left > 0)
+            again = ours & ~masks & (checks < max_checks)       # are seeds now or may be next time
+            closed = ~masks.any(1) & again.any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
             if not live.any():
                 break
-            again = ours & ~masks & live & (checks < max_checks)            # may be seeds next time
+            again, probe = again & live, earlier_too(block & live, shift)
             ask = masks | seeds | (again if uncertainty == "entropy" else again & closed[:, None])
-            probe = earlier_too(block & live, denoiser.shift)
             logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window, seeds=seeds,
                               probe=probe)
-            held = earlier_too(seeds, denoiser.shift)
-            fresh = live & ~held & (True if window is None else earlier_too(window, denoiser.shift))
-            shown = torch.where(fresh, x, shown)
+            shown = torch.where(stored(live, window, seeds, shift), x, shown)
             entropy = torch.special.entr(logits.float().softmax(1)).sum(1)
             u = torch.where(ask if uncertainty == "entropy" else masks,
                             u.masked_scatter(ask, entropy), u)
@@ -1808,21 +1798,14 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             x = torch.where(commit, tokens, x)
             x = torch.where(replace, better, x).masked_fill(remask, M)
             record.step(x, commit | replace, torch.where(replace, p, confidence))
-            checks, left = checks + (seeds & ~wait), left - closed.long()
-            masks, old = block & (x == M), seeds
-            valid = (shown == x) & (x != M)
-            seeds = again & ~old & valid        # now the next candidates
-            if denoiser.shift:      # i is read at i-1, and its own row reads i+1
-                seeds &= F.pad(shown == x, (1, 0), value=True)[:, :-1]
-                seeds &= ~F.pad(masks, (0, 1))[:, 1:]
-            worth = (score or seed_score)(u, *dependence(kv.attention, probe, masks, commit, seeds,
-                                                         denoiser.shift))
-            most = (seed_share * seeds.sum(1)).ceil().long().clamp(max=max_seeds)
-            most = torch.where(masks.any(1), torch.minimum(most, drafted - 1),
-                               torch.where(left > 0, x.shape[1], 0))
-            worthy = apart(worth, seeds & (worth > min_score), int(denoiser.shift))
-            seeds = top_k(worth, worthy, most)
-            step += 1
+            checks, left, step = checks + (seeds & ~wait), left - closed.long(), step + 1
+            masks = block & (x == M)
+            candidates = eligible(again & ~seeds, shown == x, masks, shift)
+            worth = score(u, *dependence(kv.attention, probe, masks, commit, candidates, shift))
+            few = (seed_share * candidates.sum(1)).ceil().long().clamp(max=max_seeds)
+            few = torch.where(masks.any(1), torch.minimum(few, drafted - 1),
+                              torch.where(left > 0, x.shape[1], 0))
+            seeds = top_k(worth, apart(worth, candidates & (worth > min_score), int(shift)), few)
             if cache:
                 window = (None if refresh is not None and step % refresh == 0 else
                           block if cache == "dual" else since_first(block) & visible)
@@ -1865,6 +1848,23 @@ def dependence(maps, probe, masks, drafted, candidates, shift=False):
     out[0, live], out[1, live] = d_in, torch.zeros_like(d_in).scatter(1, at, d_out)
     out = out.masked_fill(~candidates, 0.0)
     return out / out.amax(2, keepdim=True).clamp(min=torch.finfo(out.dtype).tiny)
+
+
+def stored(rows, window, seeds, shift):
+    """The columns (B, L) whose keys and values a forward of `rows` (B, 1) stores: its window (None:
+    all), but what it held back for the seeds."""
+    fresh = rows & (True if window is None else earlier_too(window, shift))
+    return fresh if seeds is None else fresh & ~earlier_too(seeds, shift)
+
+
+def eligible(tokens, valid, masks, shift):
+    """Those of `tokens` that can be seeds now: their stored keys and values are of themselves
+    (`valid`). In shifted models also those of the column before, where a token is read, which must
+    not be where a mask is read. All (B, L) bool."""
+    tokens = tokens & valid
+    if not shift:
+        return tokens
+    return tokens & F.pad(valid, (1, 0), value=True)[:, :-1] & ~F.pad(masks, (0, 1))[:, 1:]
 
 
 def seed_score(u, d_in, d_out):
