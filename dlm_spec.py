@@ -1737,9 +1737,10 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             of the candidates, one fewer than the last forward's commits; with a score above
             min_score.
         max_checks: how often a token's position is checked in all.
-        closing: a block that is full may have so many forwards more in which all tokens that are
-            candidates are checked, and re-masked without a limit per row. (A token can first be
-            checked two forwards after its commit, so the last ones would go unchecked.)
+        closing: a block that is full may have so many forwards more in which all candidates are
+            checked, whatever max_seeds, and re-masked without a limit per row, until none changes.
+            (A token can first be checked two forwards after its commit, so that the last ones would
+            go unchecked.)
         uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
             the entropy when it was committed.
         score: the score of candidates, see seed_score: (u, d_in, d_out) -> (B, L).
@@ -1769,11 +1770,12 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     for start, end in block_bounds(P, gen_length, block_length):
         masks = visible & (x == M)                          # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
-        ours, seeds, window, step = block & masks, torch.zeros_like(masks), None, 0
+        ours, window, step = block & masks, None, 0
+        seeds = sure = torch.zeros_like(masks)
         left = torch.full_like(x[:, 0], closing if max_seeds else 0)
         while True:
             masks = block & (x == M)
-            again = ours & ~masks & (checks < max_checks)       # are seeds now or may be next time
+            again = ours & ~masks & ~sure & (checks < max_checks)   # are seeds, or may be next time
             closed = ~masks.any(1) & again.any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
             if not live.any():
@@ -1799,6 +1801,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             x = torch.where(replace, better, x).masked_fill(remask, M)
             record.step(x, commit | replace, torch.where(replace, p, confidence))
             checks, left, step = checks + (seeds & ~wait), left - closed.long(), step + 1
+            changed = commit | replace | remask
+            sure = (sure | seeds) & ~changed.any(1, keepdim=True)   # would be judged the same again
             masks = block & (x == M)
             candidates = eligible(again & ~seeds, shown == x, masks, shift)
             worth = score(u, *dependence(kv.attention, probe, masks, commit, candidates, shift))
