@@ -320,7 +320,8 @@ def test_a_refresh_in_every_forward_is_no_cache(make, shift, cache):
 @pytest.mark.parametrize("cache", [None, "dual"])
 def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypatch):
     """With enough of it every generated token is a seed once, two forwards after its commit at the
-    earliest; it ends, and no forward is spent on a block that has nothing unchecked."""
+    earliest; it ends, no forward is spent on a block that has nothing unchecked, and no token of a
+    full block is checked twice on the same canvas."""
     seen = watch_seeds(monkeypatch)
     for seed in range(3):
         d = Denoiser(lively(tiny_llama, 3, seed), M)
@@ -342,6 +343,22 @@ def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypat
             if closing == 40:
                 checked = torch.stack([now.seeds[0] for now in seen]).any(0)
                 assert checked[3:].all() and not checked[:3].any() and full
+
+
+def test_a_full_block_is_not_checked_twice_when_nothing_changes(monkeypatch):
+    seen, forwards = watch_seeds(monkeypatch), []
+    for seed in range(3):
+        d = Denoiser(lively(tiny_llama, 3, seed), M)
+        for tau_remask, tau_replace in ((0, 1), (.9, .8)):
+            seen.clear()
+            sample_cover(d, [[1, 2, 3]], gen_length=16, block_length=16, threshold=.5, closing=40,
+                         max_checks=9, tau_remask=tau_remask, tau_replace=tau_replace)
+            done = torch.zeros(1, 19, dtype=torch.bool)
+            for last, now in itertools.pairwise(seen):
+                done = (done | last.seeds) & torch.equal(now.x, last.x)
+                assert not (done & now.seeds).any()
+            forwards.append(sum(not (now.x == M).any() for now in seen))
+    assert max(forwards[::2]) <= 3      # nothing changes: stored, the rest checked
 
 
 def test_outcomes_keep_replace_remask():
