@@ -3,12 +3,14 @@
 
     python notebooks/mini/experiments.py sweep -n 300        # choose knobs, on the validation split
     python notebooks/mini/experiments.py test -n 2000        # the chosen ones, on the test split
+    python notebooks/mini/experiments.py table               # what there is, in markdown
 
 Results go into notebooks/results/<split>_<family>.json, a record per sampler and knobs with one
 mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped goes on
 where it was; records of at least n problems are kept, shorter ones are continued.
 """
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -56,6 +58,8 @@ CHOSEN = [      # one setting of each method, for all families
     ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)), ("cover", dict(threshold=0.6)),
     ("cover", dict(threshold=0.6, cache="prefix", refresh=2, **CHECKED)),
     ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.4, **CHECKED))]
+NAMES = {"llada": "LLaDA", "fast_dllm": "threshold", "dkv": "dKV", "wino": "WINO",
+         "dual_diffusion": "DualDiffusion", "saber": "Saber", "cover": "COVER"}
 CURVES = [      # more settings of each, for cost against accuracy on MiniMath
     *(("cover", dict(threshold=t, **CHECKED)) for t in (0.5, 0.7)),
     *(("fast_dllm", dict(threshold=t)) for t in (0.5, 0.7, 0.8)), ("wino", dict(threshold=0.5)),
@@ -106,25 +110,78 @@ def together(a, b):
                            for k, v in b["revisions"].items()})
 
 
+def read(split, family):
+    """The records there are, those of the most problems alone."""
+    path = RESULTS / f"{split}_{family}.json"
+    records = json.loads(path.read_text()) if path.exists() else []
+    return [r for r in records if r["n"] == max(o["n"] for o in records)]
+
+
+def decoder(r):
+    """A record's decoder and settings in words, without the threshold."""
+    k, name = r["knobs"], NAMES[r["sampler"]]
+    return ", ".join([name, *(["closing"] if k.get("closing") else []),
+                      *([f"{k['cache']} cache"] if k.get("cache") else [])])
+
+
+def setting(r):
+    """A record's threshold (or n, or steps) as it is written in a table."""
+    k = r["knobs"]
+    return f"{k['threshold']:g}"[1:] if "threshold" in k else f"n {k['n']}" if "n" in k else (
+        f"{G // k['steps']} per forward")
+
+
+def marks_at(curve, cost, value):
+    """The marks of a decoder at a cost ("nfe" or "positions"), in proportion from those of its two
+    records on either side; None where it has none on one side."""
+    curve = sorted(curve, key=lambda r: r[cost])
+    for low, high in itertools.pairwise(curve):
+        if low[cost] <= value <= high[cost]:
+            w = (value - low[cost]) / (high[cost] - low[cost])
+            return [(1 - w) * int(a) + w * int(b) for a, b in zip(low["marks"], high["marks"])]
+    return None
+
+
 def paired(a, b):
-    """Difference of two records' accuracies in points, and its 95 % interval: (d, low, high)."""
-    n = min(len(a["marks"]), len(b["marks"]))
-    d = [int(x) - int(y) for x, y in zip(a["marks"][:n], b["marks"][:n])]
-    mean = sum(d) / n
+    """Difference of two lists of marks in points, and its 95 % interval: (d, low, high)."""
+    d = [float(x) - float(y) for x, y in zip(a, b)]
+    n, mean = len(d), sum(d) / len(d)
     half = 1.96 * ((sum(v * v for v in d) / n - mean * mean) / n) ** .5
     return 100 * mean, 100 * (mean - half), 100 * (mean + half)
+
+
+def table(families=tasks.FAMILIES):
+    """The records of the test split as a markdown table: accuracy, paired difference from one token
+    per forward, forwards, positions, share of effective revisions."""
+    lines = []
+    for family in families:
+        records = read("test", family)
+        base = next(r for r in records if r["knobs"] == {"steps": G})
+        lines += [f"\n{family}, n = {base['n']}\n", "| decoder | accuracy | difference | forwards "
+                  "| positions | effective revisions |", "|---|---|---|---|---|---|"]
+        for r in sorted(records, key=lambda r: (decoder(r), r["nfe"])):
+            low, high = (100 * v for v in tasks.wilson(r["right"], r["n"]))
+            d, e = paired(r["marks"], base["marks"]), r["revisions"]
+            lines.append(f"| {decoder(r)} {setting(r)} | {100 * r['right'] / r['n']:.1f} % "
+                         f"[{low:.1f}, {high:.1f}] | {d[0]:+.1f} [{d[1]:+.1f}, {d[2]:+.1f}] | "
+                         f"{r['nfe']:.1f} | {r['positions']:.0f} | "
+                         + (f"{100 * (1 - e['flip_flops'] / e['events']):.0f} % of {e['events']} |"
+                            if e.get("events") else "|"))
+    return "\n".join(lines)
 
 
 def main():
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("what", choices=("sweep", "test"))
+    cli.add_argument("what", choices=("sweep", "test", "table"))
     cli.add_argument("-n", type=int, default=300, help="problems per family")
     cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
     cli.add_argument("--samplers", nargs="+", choices=sorted(dlm_spec.SAMPLERS),
                      default=sorted(dlm_spec.SAMPLERS))
     args = cli.parse_args()
+    if args.what == "table":
+        return print(table(args.families))
     for settings, families in ([([*sweep()], args.families)] if args.what == "sweep" else
                                [(CHOSEN, args.families),
                                 (CURVES, {"math"} & {*args.families})]):
