@@ -247,6 +247,12 @@ class Work:
     positions: Tensor
     calls: int = 0
 
+    def add(self, live, positions, forwards=1):
+        """A call of the model over the rows `live` (B,) bool, of `positions` (R,) tokens each."""
+        self.nfe[live] += forwards
+        self.positions[live] += positions * forwards
+        self.calls += 1
+
 
 class Denoiser:
     """A masked-diffusion model as a function of the canvas.
@@ -342,14 +348,11 @@ class Denoiser:
         live = ask.any(1)
         if not live.any():
             raise ValueError("ask is False everywhere: there is nothing to forward")
-        rows = None if live.all() else live.nonzero()[:, 0]
         B, x, ask = len(x), x[live], ask[live]
-        visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
-        position_ids = (visible.cumsum(1) - 1).clamp(min=0)
+        rows, visible, position_ids, late = self._layout(live, attention_mask, x)
         row, column = ask.nonzero(as_tuple=True)
         look = None if visible.all() else visible[:, None, None]      # no mask: the faster kernels
         cost, positions, index = visible.sum(1), None, None
-        late = self.shift * (position_ids > 0).long()       # how much earlier a column is read
         if seeds is not None:
             seeds = seeds[live]
             x = x.masked_fill(seeds, self.mask_id)
@@ -370,9 +373,7 @@ class Denoiser:
                 probe = probe if index is None else index.gather(1, probe)
             kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
-            work.nfe[live] += 1 + bool(cfg_scale)
-            work.positions[live] += cost * (1 + bool(cfg_scale))
-            work.calls += 1
+            work.add(live, cost, 1 + bool(cfg_scale))
         if not cfg_scale:
             return self.ban(self._forward(x, row, column, look, position_ids, kv))
         R = len(x)          # conditional and unconditional canvases in one batch, with their masks
@@ -397,14 +398,11 @@ class Denoiser:
         Returns logits (N, V) of `ask` and (C, V) of `checked`; all else as in __call__.
         """
         live = (ask | checked).any(1)
-        rows = None if live.all() else live.nonzero()[:, 0]
         B, x, ask, checked = len(x), x[live], ask[live], checked[live]
+        rows, visible, position_ids, late = self._layout(live, attention_mask, x)
         shadow = checked if shadow is None else shadow[live]
         R, L = x.shape
-        visible = torch.ones_like(ask) if attention_mask is None else attention_mask[live].bool()
-        position_ids = (visible.cumsum(1) - 1).clamp(min=0)
         row, column = ask.nonzero(as_tuple=True)
-        late = self.shift * (position_ids > 0).long()       # how much earlier a column is read
         at = columns_of(shadow)                             # (R, S) the columns with a shadow
         S, real = at.shape[1], torch.arange(at.shape[1], device=x.device) < shadow.sum(1)[:, None]
         source = at - late.gather(1, at)
@@ -420,14 +418,21 @@ class Denoiser:
         if kv is not None:
             kv.begin(B, rows, None, shadow=S)
         if work is not None:
-            work.nfe[live] += 1
-            work.positions[live] += visible.sum(1) + shadow.sum(1)
-            work.calls += 1
+            work.add(live, visible.sum(1) + shadow.sum(1))
         logits = self.ban(self._forward(
             torch.cat([x, token], 1), torch.cat([row, c_row]),
             torch.cat([column - late[row, column], L + c_index]), look[:, None],
             torch.cat([position_ids, position_ids.gather(1, source)], 1), kv))
         return logits[:len(row)], logits[len(row):]
+
+    def _layout(self, live, attention_mask, x):
+        """Of the canvases x (R, L) of the rows `live` (B,): their indices (None: all), where they
+        are no padding, the position ids, and how much earlier each column is read."""
+        rows = None if live.all() else live.nonzero()[:, 0]
+        visible = (torch.ones_like(x, dtype=torch.bool) if attention_mask is None
+                   else attention_mask[live].bool())
+        position_ids = (visible.cumsum(1) - 1).clamp(min=0)
+        return rows, visible, position_ids, self.shift * (position_ids > 0).long()
 
     def _forward(self, x, row, column, mask, position_ids, kv):
         """One call of the model; the vocabulary head runs on the (row, column) pairs alone."""
