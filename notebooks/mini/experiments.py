@@ -52,7 +52,7 @@ def sweep():
 DUAL, DRAFT = dict(cache="dual"), dict(draft_steps=2)
 CHOSEN = [      # one setting of each method, for all families
     ("llada", dict(steps=G)), ("llada", dict(steps=16)), ("cover", dict(threshold=0.6, **CHECKED)),
-    ("wino", dict(threshold=0.6)), ("saber", dict(n=2)), ("fast_dllm", dict(threshold=0.9)),
+    ("wino", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.9)),
     ("fast_dllm", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.6, **DUAL)),
     ("dual_diffusion", dict(threshold=0.5, cache=None, **DRAFT)),
     ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)), ("cover", dict(threshold=0.6)),
