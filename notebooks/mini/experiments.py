@@ -36,10 +36,10 @@ def sweep():
     yield from (("saber", dict(n=n)) for n in (1, 2, 4))
     yield from (("cover", dict(threshold=t)) for t in THRESHOLDS)
     yield from (("cover", dict(threshold=t, **CHECKED)) for t in THRESHOLDS)
-    for more in (dict(spacing=4), dict(tau_remask=0.5), dict(uncertainty="commit"),
-                 dict(seed_share=1.0, max_seeds=16), dict(tau_replace=0.7),
+    for more in (dict(closing=0), dict(spacing=0), dict(tau_replace=0.9, tau_remask=0.2),
+                 dict(uncertainty="commit"), dict(seed_share=1.0, max_seeds=16),
                  dict(cache="prefix"), dict(cache="prefix", refresh=2)):
-        yield "cover", dict(threshold=0.6) | (CHECKED if "spacing" not in more else {}) | more
+        yield "cover", dict(threshold=0.6) | CHECKED | more
     for cache in (None, "dual"):
         yield from (("dual_diffusion", dict(threshold=t, draft_steps=2, cache=cache))
                     for t in THRESHOLDS[:4])
@@ -117,6 +117,14 @@ def read(split, family):
     return [r for r in records if r["n"] == max(o["n"] for o in records)]
 
 
+def curves(split, family):
+    """The records by decoder, cheapest first: {name: [record, ...]}."""
+    out = {}
+    for r in sorted(read(split, family), key=lambda r: r["nfe"]):
+        out.setdefault(decoder(r), []).append(r)
+    return out
+
+
 def decoder(r):
     """A record's decoder and settings in words, without the threshold."""
     k, name = r["knobs"], NAMES[r["sampler"]]
@@ -150,7 +158,7 @@ def paired(a, b):
     return 100 * mean, 100 * (mean - half), 100 * (mean + half)
 
 
-def table(families=tasks.FAMILIES):
+def table(families=tasks.FAMILIES, samplers=tuple(NAMES)):
     """The records of the test split as a markdown table: accuracy, paired difference from one token
     per forward, forwards, positions, share of effective revisions."""
     lines = []
@@ -160,6 +168,8 @@ def table(families=tasks.FAMILIES):
         lines += [f"\n{family}, n = {base['n']}\n", "| decoder | accuracy | difference | forwards "
                   "| positions | effective revisions |", "|---|---|---|---|---|---|"]
         for r in sorted(records, key=lambda r: (decoder(r), r["nfe"])):
+            if r["sampler"] not in samplers:
+                continue
             low, high = (100 * v for v in tasks.wilson(r["right"], r["n"]))
             d, e = paired(r["marks"], base["marks"]), r["revisions"]
             lines.append(f"| {decoder(r)} {setting(r)} | {100 * r['right'] / r['n']:.1f} % "
@@ -181,7 +191,7 @@ def main():
                      default=sorted(dlm_spec.SAMPLERS))
     args = cli.parse_args()
     if args.what == "table":
-        return print(table(args.families))
+        return print(table(args.families, args.samplers))
     for settings, families in ([([*sweep()], args.families)] if args.what == "sweep" else
                                [(CHOSEN, args.families),
                                 (CURVES, {"math"} & {*args.families})]):
