@@ -247,10 +247,11 @@ class Work:
     positions: Tensor
     calls: int = 0
 
-    def add(self, live, positions, forwards=1):
-        """A call of the model over the rows `live` (B,) bool, of `positions` (R,) tokens each."""
-        self.nfe[live] += forwards
-        self.positions[live] += positions * forwards
+    def add(self, rows, positions, forwards=1):
+        """A call of the model over `rows` (R,), None: all, of `positions` (R,) tokens each."""
+        rows = slice(None) if rows is None else rows
+        self.nfe[rows] += forwards
+        self.positions[rows] += positions * forwards
         self.calls += 1
 
 
@@ -345,20 +346,19 @@ class Denoiser:
         if ask.dtype != torch.bool or ask.shape != x.shape or x.ndim != 2:
             raise ValueError(f"ask is {ask.dtype} of shape {tuple(ask.shape)} and x has shape "
                              f"{tuple(x.shape)}, expected bool, both (B, L)")
-        live = ask.any(1)
-        if not live.any():
-            raise ValueError("ask is False everywhere: there is nothing to forward")
-        B, x, ask = len(x), x[live], ask[live]
-        rows, visible, position_ids, late = self._layout(live, attention_mask, x)
+        B, rows = len(x), rows_with(ask)
+        x, ask, attention_mask, given, window, seeds, probe = (
+            t if t is None or rows is None else t[rows]
+            for t in (x, ask, attention_mask, given, window, seeds, probe))
+        visible, position_ids, late = self._layout(x, attention_mask)
         row, column = ask.nonzero(as_tuple=True)
         look = None if visible.all() else visible[:, None, None]      # no mask: the faster kernels
         cost, positions, index = visible.sum(1), None, None
         if seeds is not None:
-            seeds = seeds[live]
             x = x.masked_fill(seeds, self.mask_id)
         column = column - late[row, column]     # shifted: i is read at i-1, the first at itself
         if window is not None:
-            window = earlier_too(window[live] & visible, self.shift) & visible
+            window = earlier_too(window & visible, self.shift) & visible
             if not window[row, column].all():
                 raise ValueError("ask holds positions that are read outside the window")
             cost, positions = window.sum(1), columns_of(window)
@@ -369,15 +369,15 @@ class Denoiser:
             view = (None if seeds is None else
                     dual_view(seeds, late, visible, self.shift, positions, index))
             if probe is not None:
-                probe = columns_of(probe[live])
+                probe = columns_of(probe)
                 probe = probe if index is None else index.gather(1, probe)
             kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
-            work.add(live, cost, 1 + bool(cfg_scale))
+            work.add(rows, cost, 1 + bool(cfg_scale))
         if not cfg_scale:
             return self.ban(self._forward(x, row, column, look, position_ids, kv))
         R = len(x)          # conditional and unconditional canvases in one batch, with their masks
-        both = torch.cat([x, x.masked_fill(given[live], self.mask_id)])
+        both = torch.cat([x, x.masked_fill(given, self.mask_id)])
         logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
                                None if look is None else torch.cat([look, look]),
                                torch.cat([position_ids, position_ids]), None)
@@ -397,10 +397,11 @@ class Denoiser:
 
         Returns logits (N, V) of `ask` and (C, V) of `checked`; all else as in __call__.
         """
-        live = (ask | checked).any(1)
-        B, x, ask, checked = len(x), x[live], ask[live], checked[live]
-        rows, visible, position_ids, late = self._layout(live, attention_mask, x)
-        shadow = checked if shadow is None else shadow[live]
+        B, rows = len(x), rows_with(ask | checked)
+        x, ask, checked, shadow, attention_mask = (
+            t if t is None or rows is None else t[rows]
+            for t in (x, ask, checked, checked if shadow is None else shadow, attention_mask))
+        visible, position_ids, late = self._layout(x, attention_mask)
         R, L = x.shape
         row, column = ask.nonzero(as_tuple=True)
         at = columns_of(shadow)                             # (R, S) the columns with a shadow
@@ -418,21 +419,20 @@ class Denoiser:
         if kv is not None:
             kv.begin(B, rows, None, shadow=S)
         if work is not None:
-            work.add(live, visible.sum(1) + shadow.sum(1))
+            work.add(rows, visible.sum(1) + shadow.sum(1))
         logits = self.ban(self._forward(
             torch.cat([x, token], 1), torch.cat([row, c_row]),
             torch.cat([column - late[row, column], L + c_index]), look[:, None],
             torch.cat([position_ids, position_ids.gather(1, source)], 1), kv))
         return logits[:len(row)], logits[len(row):]
 
-    def _layout(self, live, attention_mask, x):
-        """Of the canvases x (R, L) of the rows `live` (B,): their indices (None: all), where they
-        are no padding, the position ids, and how much earlier each column is read."""
-        rows = None if live.all() else live.nonzero()[:, 0]
+    def _layout(self, x, attention_mask):
+        """Of canvases x (R, L): where they are no padding, their position ids, and how much earlier
+        than at its own column each token is read."""
         visible = (torch.ones_like(x, dtype=torch.bool) if attention_mask is None
-                   else attention_mask[live].bool())
+                   else attention_mask.bool())
         position_ids = (visible.cumsum(1) - 1).clamp(min=0)
-        return rows, visible, position_ids, self.shift * (position_ids > 0).long()
+        return visible, position_ids, self.shift * (position_ids > 0).long()
 
     def _forward(self, x, row, column, mask, position_ids, kv):
         """One call of the model; the vocabulary head runs on the (row, column) pairs alone."""
@@ -533,6 +533,15 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None):
         index = index.clamp(min=0)      # rows without seeds name column 0
         hold, read, fresh = hold.gather(1, positions), index.gather(1, read), index.gather(1, fresh)
     return DualView(hold, read, fresh, look[:, None], seeds.any(1)[:, None, None, None])
+
+
+def rows_with(ask):
+    """The rows of ask (B, L) bool with any True, (R,); None: all of them, which need no copying."""
+    live = ask.any(1)
+    n = int(live.sum())
+    if n == 0:
+        raise ValueError("ask is False everywhere: there is nothing to forward")
+    return None if n == len(ask) else live.nonzero()[:, 0]
 
 
 def earlier_too(window, shift):
