@@ -21,6 +21,9 @@ KILL_IT = "import posix\nposix.kill(posix.getppid(), 9)\n"
 PROGRAMS = {     # what the model might write -> its mark
     "many processes that stay": ("import posix, time\nfor _ in range(60):\n    if posix.fork() == 0"
                                  f":\n        time.sleep(99)\n{GOOD}", None),
+    "a session of its own": ("import posix, time\nif posix.fork() == 0:\n    posix.setsid()\n"
+                             "    if posix.fork():\n        posix._exit(0)\n    while True:\n"
+                             f"        time.sleep(9)\n{GOOD}", None),
     "a kill of the grader": (KILL_IT + GOOD, False),
     "a kill of all its processes": (f"import posix\nposix.killpg(0, 9)\n{GOOD}", False),
     "a clock that is stopped": ("import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\n"
@@ -44,7 +47,7 @@ PROGRAMS = {     # what the model might write -> its mark
 
 def test_programs_end_by_their_limits_and_the_others_keep_their_marks(tmp_path, monkeypatch):
     """All in one batch, each between good ones, which are graded right (None: either mark will do).
-    No file and no process is left."""
+    No file and no process is left, nor one that has left the session and its parents."""
     monkeypatch.chdir(tmp_path)
     asserts = "def check(candidate):\n    assert candidate(3) == 3\n"
     p = tasks.Problem("code", "", "", asserts, "", "f")
