@@ -11,6 +11,7 @@ import jinja2
 import pytest
 import tasks
 import torch
+from helpers import copy_of_embedded
 from safetensors.torch import load_file
 
 import dlm_spec
@@ -88,12 +89,7 @@ def test_a_grader_that_fails_by_itself_is_an_error_and_not_a_wrong_answer(monkey
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the embedded model."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in dlm_spec.EMBEDDED_MODEL.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return copy_of_embedded(tmp_path)
 
 
 class Bomb:
