@@ -60,6 +60,7 @@ import sys
 import textwrap
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -281,6 +282,8 @@ class Denoiser:
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise ValueError(f"{type(model).__name__} has layers with sliding_attention, which the "
                              "bidirectional hook does not do")
+        if isinstance(eos_ids, (Integral, str)):
+            raise ValueError(f"eos_ids is {eos_ids!r}, expected a tuple of ids")
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation("dlm_spec")
             model.eval()
@@ -290,8 +293,8 @@ class Denoiser:
             raise ValueError(f"model is {model!r}, expected a model or a callable like one; for a "
                              "checkpoint's name there is load_denoiser")
         check_whole(1, n_tokens=1 if n_tokens is None else n_tokens)
-        for name, i in (("mask_id", mask_id), ("pad_id", self.pad_id),
-                        *(("eos_ids", i) for i in self.eos_ids)):
+        for name, i in (("mask_id", mask_id), *(("eos_ids", i) for i in self.eos_ids),
+                        ("pad_id", self.pad_id)):
             check_whole(0, **{name: i})
             if self.n_embeddings is not None and i >= self.n_embeddings:
                 raise ValueError(f"{name} is {i}, but the model has {self.n_embeddings} embeddings")
@@ -467,14 +470,16 @@ class Denoiser:
         if self.tokenizer is None:
             raise ValueError("this denoiser has no tokenizer: pass one to "
                              "Denoiser(..., tokenizer=) or give token ids")
-        if not text:
+        if not isinstance(text, Sequence) or not text:
             raise ValueError(f"text is {text!r}, expected a str, a list of messages, "
                              "or a list of either")
         single = isinstance(text, str) or isinstance(text[0], dict)
         rows = []
         for item in [text] if single else text:
-            if isinstance(item, str) and not item.strip():
-                raise ValueError(f"prompt {len(rows)} is empty")
+            if not (item.strip() if isinstance(item, str) else isinstance(item, Sequence) and item
+                    and all(isinstance(m, dict) and m.keys() > {"role"} for m in item)):
+                raise ValueError(f"prompt {len(rows)} is {item!r}, expected a text that is not "
+                                 "empty, or a list of messages: {'role': ..., 'content': ...}")
             templated = isinstance(item, str) and chat and self.tokenizer.chat_template
             if system and not templated:
                 raise ValueError("system needs a str prompt and a chat template: "
@@ -497,8 +502,8 @@ class Denoiser:
 
     def decode(self, ids, *, trim=True):
         """Texts of (B, n) ids or a list of rows, as a list of str;
-        with `trim` each ends before its first eos id (for whole sequences, which may begin with
-        eos as padding, trim=False)."""
+        with `trim` each ends before its first eos id (for whole sequences, whose padding and
+        messages may hold eos ids: trim=False)."""
         if self.tokenizer is None:
             raise ValueError("this denoiser has no tokenizer: "
                              "pass one to Denoiser(..., tokenizer=)")
@@ -1007,14 +1012,18 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
     (then padded on the left). M inside a prompt is a hole to fill. attention_mask: (B, P),
     0 on left padding.
     """
+    check_has("mask_id", "a Denoiser", denoiser=denoiser)
     if isinstance(prompt, (list, tuple)):
         if not prompt:
             raise ValueError("prompt is an empty list, expected at least one row")
+        if isinstance(prompt[-1], Tensor) and prompt[-1].dtype == torch.bool:
+            raise ValueError("prompt is the pair that `encode` gives: ids, mask = encode(...), "
+                             "then pass ids and attention_mask=mask")
         rows = [_ids_of(r) for r in prompt]
         rows = [torch.stack(rows)] if all(r.ndim == 0 for r in rows) else rows
         if any(r.ndim != 1 for r in rows):
             raise ValueError(f"prompt is a list of {[tuple(r.shape) for r in rows][:4]}, expected "
-                             "rows of ids; what `encode` gives is a pair: ids, mask = ...")
+                             "rows of ids")
         if attention_mask is not None and len({len(r) for r in rows}) > 1:
             raise ValueError("prompt is a list of rows of different lengths, which makes its own "
                              "attention_mask: drop yours")
@@ -1052,26 +1061,24 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
     return x, F.pad(visible, (0, gen_length), value=True), P
 
 
-def _ids_of(value):
+def _ids_of(value, name="prompt"):
     """A tensor of whole numbers, or a ValueError."""
     try:
         ids = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        ids = torch.empty(0)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"{name} is {type(value).__name__} {str(value)[:40]!r}, expected integer "
+                         "ids of shape (B, P)") from e
     if ids.dtype not in (torch.int64, torch.int32) and (ids.numel() or isinstance(value, Tensor)):
-        raise ValueError(f"prompt holds {ids.dtype}, expected integer ids")
-    if ids.numel() == 0 and not isinstance(value, Tensor) and len(value):
-        raise ValueError(f"prompt is {type(value).__name__} {str(value)[:40]!r}, expected integer "
-                         "ids of shape (B, P)")
+        raise ValueError(f"{name} holds {ids.dtype}, expected integer ids")
     return ids.long()
 
 
-def _check_ids(denoiser, prompt, visible):
+def _check_ids(denoiser, ids, visible, name="prompt", first_row=0):
     V = denoiser.n_embeddings
-    bad = visible & ((prompt < 0) | (prompt >= V if V is not None else False))
+    bad = visible & ((ids < 0) | (ids >= V if V is not None else False))
     if bad.any():
         row, column = bad.nonzero()[0].tolist()
-        raise ValueError(f"prompt[{row}, {column}] is {prompt[row, column]}, outside the "
+        raise ValueError(f"{name}[{first_row + row}, {column}] is {ids[row, column]}, outside the "
                          f"vocabulary of {V or 'any'} ids")
 
 
@@ -1081,6 +1088,7 @@ def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpon
     """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
     check_whole(1, block_length=block_length)
     check_one_of(REMASKING, remasking=remasking)
+    check_has("__call__", "a callable", logits_processor=logits_processor)
     check_number(0, math.inf, temperature=temperature, cfg_scale=cfg_scale)
     if tempered_confidence and (temperature == 0 or remasking == "random"):
         raise ValueError("tempered_confidence changes nothing at temperature 0 or with "
@@ -1124,6 +1132,13 @@ def check_whole(least, **numbers):
             raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
 
 
+def check_has(attribute, kind, **values):
+    """ValueError unless each named value is None or has what its kind needs."""
+    for name, value in values.items():
+        if value is not None and not hasattr(value, attribute):
+            raise ValueError(f"{name} is {value!r:.40}, expected {kind}")
+
+
 def check_one_of(options, **values):
     """ValueError unless each named value is one of the options."""
     for name, value in values.items():
@@ -1137,6 +1152,8 @@ class Recorder:
     history and streamer."""
 
     def __init__(self, x, visible, P, callback=None, history=False, streamer=None):
+        check_has("__call__", "a callable", callback=callback)
+        check_has("put", "an object with put and end", streamer=streamer)
         zeros = torch.zeros(len(x), dtype=torch.long, device=x.device)
         self.work, self.P, self.callback, self.streamer = (Work(zeros, zeros.clone()), P, callback,
                                                            streamer)
@@ -1610,6 +1627,7 @@ def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revision
     check_whole(0, max_revisions=max_revisions, max_rounds=0 if max_rounds is None else max_rounds)
     check_one_of(("visible", "leave_one_out", "cover"), view=view)
     check_one_of((None, "prefix", "dual", "dkv"), cache=cache)
+    check_has("mask_id", "a Denoiser", drafter=drafter)
     if not callable(verify):
         raise ValueError(f"verify is {verify!r}, expected verify_trust, verify_kl, "
                          "verify_confidence or a callable like them")
@@ -1775,7 +1793,10 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
     check_whole(0, spacing=spacing, max_seeds=max_seeds, max_checks=max_checks, closing=closing)
     check_one_of(("entropy", "commit"), uncertainty=uncertainty)
     check_one_of((None, "prefix", "dual"), cache=cache)
+    check_has("__call__", "a callable", score=score)
     check_whole(1, refresh=1 if refresh is None else refresh)
+    if refresh is not None and cache is None:
+        raise ValueError(f"refresh is {refresh}, but without a cache every forward is full")
     probe_layers, score = probed(denoiser, probe_layers), score or seed_score
     column, M, shift = torch.arange(x.shape[1], device=x.device), denoiser.mask_id, denoiser.shift
     record = Recorder(x, visible, P, callback, history, streamer)
@@ -1909,11 +1930,11 @@ def probed(denoiser, probe_layers):
     layers = getattr(getattr(denoiser.model, "config", None), "num_hidden_layers", None)
     if layers is None:          # a plain callable: it has no attention to look at
         return ()
-    probe_layers = (layers // 2, layers - 1) if probe_layers is None else tuple(probe_layers)
-    probe_layers = tuple(dict.fromkeys(probe_layers))
-    if not probe_layers or not all(i in range(layers) for i in probe_layers):
+    probe_layers = (layers // 2, layers - 1) if probe_layers is None else probe_layers
+    if not isinstance(probe_layers, Sequence) or not probe_layers or not all(
+            i in range(layers) for i in probe_layers):
         raise ValueError(f"probe_layers is {probe_layers}, expected layers out of 0..{layers - 1}")
-    return probe_layers
+    return tuple(dict.fromkeys(probe_layers))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1935,6 +1956,7 @@ def mdlm_loss(model, x, answer, *, mask_id, attention_mask=None, weighted=True, 
     Returns a scalar, in nats.
     """
     B, L = x.shape
+    check_whole(0, mask_id=mask_id)
     if getattr(getattr(model, "config", None), "_attn_implementation", "dlm_spec") != "dlm_spec":
         raise ValueError("model has its own, causal attention: "
                          "model.set_attn_implementation('dlm_spec') first")
@@ -1972,7 +1994,7 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
     """
     check_whole(1, n_samples=n_samples, batch_size=batch_size)
     check_number(0, math.inf, cfg_scale=cfg_scale)
-    answer = [_ids_of(a) for a in answer]
+    answer = [_ids_of(a, "answer") for a in answer]
     if any(a.ndim != 1 or len(a) == 0 for a in answer):
         raise ValueError("answer must be one list of ids per prompt, none of them empty")
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, max(map(len, answer), default=0))
@@ -1985,7 +2007,7 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
     total = []
     for row, a in enumerate(answer):
         n = len(a)
-        _check_ids(denoiser, a[None], torch.ones_like(a[None], dtype=torch.bool))
+        _check_ids(denoiser, a[None], torch.ones_like(a[None], dtype=torch.bool), "answer", row)
         full, shown = torch.cat([x[row], a]), F.pad(visible[row], (0, n), value=True)
         offset = torch.rand((), generator=generator, device=where, dtype=torch.float64)
         # in 1..n
@@ -2042,7 +2064,7 @@ def revision_statistics(out, reference=None):
                  effective_share=1 - sum(same) / len(same) if same else None,
                  effective_share_remask=sum(remask) / len(remask) if remask else None)
     if reference is not None:
-        offset = out.sequences.shape[1] - reference.shape[1]
+        offset = out.sequences.shape[1] - reference.shape[-1]
         if len(reference) != len(out.sequences) or offset not in (0, out.prompt_length):
             raise ValueError(f"reference has shape {tuple(reference.shape)}, expected that of "
                              f"sequences, {tuple(out.sequences.shape)}, or of generated")
@@ -2092,10 +2114,11 @@ KNOBS = {       # of single samplers: name -> type or choices, help
 
 
 class LiveCanvas:
-    """A callback that shows the canvas filling: redrawn in place on a terminal,
+    """A callback that shows the first row's canvas filling: redrawn in place on a terminal,
     else a line per forward."""
 
     def __init__(self, denoiser, out=None):
+        denoiser.decode([])     # ValueError without a tokenizer
         out = out or sys.stdout
         self.denoiser, self.out, self.height, self.last = denoiser, out, 0, ""
         self.tty = out.isatty()
@@ -2111,7 +2134,7 @@ class LiveCanvas:
         return " ".join(sign * len(run) if sign else d.tokenizer.decode(run) for sign, run in runs)
 
     def __call__(self, step):
-        """Show one step of a batch of one."""
+        """Show one step."""
         text = self.text(step["x"][0, step["prompt_length"]:].tolist())
         nfe = int(step["nfe"][0])
         if not self.tty:
@@ -2134,7 +2157,7 @@ def main(argv=None):
                                   description="Decode with a masked-diffusion language model.")
     cli.add_argument("problem", nargs="?",
                      help="what to solve (default: a built-in problem of each family)")
-    cli.add_argument("--sampler", choices=sorted(SAMPLERS), default="llada")
+    cli.add_argument("--sampler", choices=sorted(SAMPLERS), help="default: llada")
     cli.add_argument("--compare", action="store_true",
                      help="all samplers on each problem, as a table")
     cli.add_argument("--model", help="folder or hub id of LLaDA's, Dream's or a stock layout "
@@ -2154,9 +2177,14 @@ def main(argv=None):
                      help="fill end-of-text tokens last in their block")
     cli.add_argument("--early-stop", action="store_true",
                      help="stop after a block with an end of text")
-    cli.add_argument("--seed", type=int, default=0, help="matters at a temperature above 0")
+    cli.add_argument("--seed", type=int, help="of a temperature above 0, or --remasking random")
     cli.add_argument("--quiet", action="store_true", help="no canvas, the answer only")
     args = cli.parse_args(argv)
+    if args.compare and (args.sampler or args.quiet):
+        cli.error("--compare runs all samplers and shows no canvas: drop --sampler and --quiet")
+    if args.seed is not None and args.temperature == 0 and args.remasking != "random":
+        cli.error("--seed changes nothing at temperature 0")
+    args.sampler = args.sampler or "llada"
     disable_progress_bar()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
@@ -2184,9 +2212,10 @@ def _knobs(args, name):
     if (extra := knobs.keys() - takes) and not args.compare:
         raise ValueError(f"--sampler {name} has no {', '.join(sorted(extra))}")
     knobs = {k: knobs[k] for k in knobs.keys() & takes}
+    extra = {"tau", "draft_steps", "view", "adaptive"} & knobs.keys()
+    if knobs.get("verify") == "trust" and extra:
+        raise ValueError(f"--verify trust accepts everything: it has no {', '.join(sorted(extra))}")
     rule, tau = knobs.pop("verify", "confidence"), knobs.pop("tau", None)
-    if tau is not None and rule == "trust":
-        raise ValueError("--verify trust accepts everything: it has no --tau")
     if "verify" in takes:
         knobs["verify"] = VERIFIERS[rule] if tau is None else functools.partial(VERIFIERS[rule],
                                                                                 tau=tau)
@@ -2206,7 +2235,7 @@ def _solve(denoiser, problem, args):
             denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
             temperature=args.temperature, postpone_eos=args.postpone_eos,
             early_stop=args.early_stop, callback=live, **_knobs(args, name),
-            generator=torch.Generator(denoiser.device).manual_seed(args.seed))
+            generator=torch.Generator(denoiser.device).manual_seed(args.seed or 0))
         seconds, answer = time.perf_counter() - start, denoiser.decode(out.generated)[0]
         if args.compare:
             print(f"   {name:14s} {int(out.nfe[0]):8d} {int(out.positions[0]):9d} {seconds:7.2f} "

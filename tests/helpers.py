@@ -12,6 +12,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from dlm_spec import EMBEDDED_MODEL
+
 VOCAB, HEADS, HEAD_DIM = 40, 4, 8
 M = VOCAB - 1               # the mask id the tests use
 
@@ -144,6 +146,15 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
         gate = linear(a, "mlp.gate_proj")
         h = h + linear(gate * gate.sigmoid() * linear(a, "mlp.up_proj"), "mlp.down_proj")
     return norm(h, "model.norm") @ w["lm_head.weight"].T, kept
+
+
+def copy_of_embedded(tmp_path):
+    """A folder with the files of the embedded model, to be spoilt."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in EMBEDDED_MODEL.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
 
 
 def no_mask(logits):

@@ -254,19 +254,3 @@ def test_storing_the_mask_s_keys_would_show():
         assert torch.equal(want, emulate(model, prompt, 14, 14, delayed_window))
         wrong += not torch.equal(want, emulate(model, prompt, 14, 14, undelayed_window))
     assert wrong
-
-
-@pytest.mark.parametrize("sampler, knobs, message", [
-    (sample_fast_dllm, dict(threshold=.9, factor=1.0), "threshold and factor were given"),
-    (sample_dkv, dict(threshold=.9, steps=4), "threshold and steps were given"),
-    (sample_fast_dllm, dict(threshold=-1), "threshold is -1"),
-    (sample_fast_dllm, dict(factor=float("nan")), "factor is nan"),
-    (sample_fast_dllm, dict(cache="triple"), "cache is 'triple'"),
-    (sample_dkv, dict(refresh=0), "refresh is 0"),
-    (sample_dkv, dict(steps=1, block_length=2), "steps is 1"),
-    (sample_fast_dllm, dict(block_length=0), "block_length is 0"),
-])
-def test_wrong_knobs_say_what_was_wrong(sampler, knobs, message):
-    """CASES 10 among them: two rules at once."""
-    with pytest.raises(ValueError, match=message):
-        sampler(Denoiser(tiny_llama(1), M), [[1, 2]], **{"gen_length": 4, **knobs})

@@ -625,24 +625,6 @@ def test_the_revisions_retell_the_history(sampler):
         assert changed == len(out.revisions) - inside
 
 
-@pytest.mark.parametrize("sampler, knobs, message", [
-    (sample_wino, dict(threshold=1.5), "threshold is 1.5"),
-    (sample_wino, dict(threshold_back=-.1), "threshold_back is -0.1"),
-    (sample_saber, dict(n=0), "n is 0"),
-    (sample_cover, dict(threshold=float("nan")), "threshold is nan"),
-    (sample_cover, dict(tau_replace=2), "tau_replace is 2"),
-    (sample_cover, dict(tau_remask=-1), "tau_remask is -1"),
-    (sample_cover, dict(max_seeds=-1), "max_seeds is -1"),
-    (sample_cover, dict(max_checks=1.5), "max_checks is 1.5"),
-    (sample_cover, dict(uncertainty="margin"), "uncertainty is 'margin'"),
-    (sample_cover, dict(cache="dkv"), "cache is 'dkv'"),
-    (sample_cover, dict(probe_layers=(7,)), r"probe_layers is \(7,\)"),
-])
-def test_wrong_knobs_say_what_was_wrong(sampler, knobs, message):
-    with pytest.raises(ValueError, match=message):
-        sampler(Denoiser(tiny_llama(1), M), [[1, 2]], gen_length=4, **knobs)
-
-
 def test_wino_commits_at_most_twenty():
     """70 % of 40 masks are 28; the cap is 20, then 70 % of 20, then 5 at least."""
     out = sample_wino(Denoiser(Table(torch.zeros(60, 40)), M), [[1]], gen_length=40,

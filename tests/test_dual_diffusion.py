@@ -300,25 +300,3 @@ def test_a_second_model_can_draft():
     same = sample_dual_diffusion(judge, ROWS, gen_length=10, block_length=5)
     assert (out.sequences != M).all() and not torch.equal(out.sequences, same.sequences)
     assert torch.equal(out.nfe, out.draft_nfe + out.verify_nfe)
-
-
-@pytest.mark.parametrize("knobs, message", [
-    (dict(draft_steps=0), "draft_steps is 0"), (dict(verify="kl"), "verify is 'kl'"),
-    (dict(view="shadow"), "view is 'shadow'"), (dict(cache="both"), "cache is 'both'"),
-    (dict(view="cover", drafter=Denoiser(tiny_llama(1), M)), "takes no second drafter"),
-    (dict(max_revisions=-1), "max_revisions is -1"), (dict(max_rounds=1.5), "max_rounds is 1.5"),
-    (dict(threshold=.9, factor=1.0), "threshold and factor"),
-    (dict(drafter=Denoiser(Table(torch.zeros(9, 9)), 8)), "the drafter's mask_id is 8"),
-])
-def test_wrong_knobs_say_what_was_wrong(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        sample_dual_diffusion(Denoiser(tiny_llama(1), M), [[1, 2]], gen_length=4, **knobs)
-
-
-@pytest.mark.parametrize("rule, message", [
-    (partial(verify_kl, tau=float("nan")), "tau is nan"), (partial(verify_kl, tau=-1), "tau is -1"),
-    (partial(verify_kl, tau=0, stochastic=True), "tau is 0"),
-    (partial(verify_confidence, tau=1.5), "tau is 1.5")])
-def test_a_rule_says_what_is_wrong_with_its_threshold(rule, message):
-    with pytest.raises(ValueError, match=message):
-        rule(torch.zeros(2, 5), torch.zeros(2, dtype=torch.long), torch.zeros(2, 5))

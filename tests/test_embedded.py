@@ -80,7 +80,12 @@ def test_the_command_line_takes_a_problem_and_knobs(capsys):
     (["hello", "--gen-length", "9999"], "the model takes"),
     (["hello", "--sampler", "dkv", "--factor", "1"], "--sampler dkv has no factor"),
     (["hello", "--sampler", "llada", "--tau", "1"], "--sampler llada has no tau"),
-    (["hello", "--sampler", "dual_diffusion", "--verify", "trust", "--tau", "1"], "has no --tau"),
+    (["hello", "--sampler", "dual_diffusion", "--verify", "trust", "--tau", "1"], "has no tau"),
+    (["hello", "--sampler", "dual_diffusion", "--verify", "trust", "--view", "cover",
+      "--draft-steps", "2", "--adaptive"], "it has no adaptive, draft_steps, view"),
+    (["hello", "--sampler", "cover", "--refresh", "2"], "without a cache every forward is full"),
+    (["hello", "--seed", "1"], "--seed changes nothing at temperature 0"),
+    (["hello", "--compare", "--sampler", "wino"], "drop --sampler and --quiet"),
     pytest.param(["hello", "--device", "cuda"], "torch sees no CUDA device",
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"))])
 def test_the_command_line_says_what_is_wrong(argv, message, capsys):
@@ -124,6 +129,18 @@ def test_every_sampler_has_its_knobs_on_the_command_line(argv, capsys):
     dlm_spec.main(["Ann has 5 pens. She buys 4 more. How many pens are left?", "--device", "cpu",
                    "--quiet", *argv])
     assert "forwards" in capsys.readouterr().out
+
+
+def test_a_seed_on_the_command_line_is_the_seed(capsys):
+    """The default is 0; with --remasking random it matters at temperature 0, too."""
+    def answer(*argv):
+        dlm_spec.main(["Ann has 5 pens. She buys 4 more. How many pens are left?", "--device",
+                       "cpu", "--gen-length", "12", "--quiet", *argv])
+        return capsys.readouterr().out.partition("forwards")[0]
+    hot = ["--temperature", "3"]
+    assert answer(*hot) == answer(*hot, "--seed", "0") != answer(*hot, "--seed", "1")
+    random = ["--remasking", "random", "--steps", "3"]
+    assert len({answer(*random, "--seed", s) for s in "0123"}) > 1
 
 
 def test_the_command_line_compares_all_samplers(capsys):

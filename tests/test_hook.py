@@ -562,12 +562,14 @@ def test_system_that_would_be_ignored_is_refused():
 
 
 def test_decode_stops_at_the_first_eos():
-    """Trimmed at eos unless asked not to; a single row and tensors are fine;
-    special tokens are not text."""
+    """Trimmed at eos unless asked not to, as whole rows with eos on the left want; a single row
+    and tensors are fine; special tokens are not text."""
     d = talker()
     assert d.decode(torch.tensor([[5, 6, 1, 7], [5, 11, 7, 8], [1, 5, 6, 7]])) == [
         "how many", "how apples two", ""]
     assert d.decode([[5, 6, 1, 7]], trim=False) == ["how many apples"]
+    assert d.decode([[1, 1, 5, 6, 1]]) == [""]
+    assert d.decode([[1, 1, 5, 6, 1]], trim=False) == ["how many"]
     assert d.decode([5, 6]) == ["how many"] and d.decode(torch.tensor([5, 6])) == ["how many"]
     assert d.decode(torch.zeros(2, 0).long()) == ["", ""]
     assert d.decode([[5, 6], [7]]) == d.decode([torch.tensor([5, 6]), [7]]) == [

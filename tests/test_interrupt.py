@@ -1,4 +1,8 @@
-"""Ctrl-C: the command says `stopped` and gives 130; a sampler leaves its denoiser as it was."""
+"""Ctrl-C: the command says `stopped` and gives 130; a sampler leaves its denoiser as it was.
+
+In the seconds before, while python imports torch, Ctrl-C gives python's own traceback: to catch it
+there, code would have to stand above the imports of a module that is meant to be read.
+"""
 import os
 import signal
 import subprocess
@@ -13,26 +17,6 @@ import dlm_spec
 from dlm_spec import SAMPLERS, Denoiser
 
 ROOT = Path(__file__).resolve().parents[1]
-AT_IMPORT = """
-import importlib.abc, os, runpy, signal, sys
-class Interrupt(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, *_):
-        if name == {name!r}:
-            sys.meta_path.remove(self)
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Interrupt())
-sys.argv = ["dlm_spec.py", "--quiet", "--device=cpu", "--gen-length=4", "What is it?"]
-runpy.run_path("dlm_spec.py", run_name="__main__")
-"""
-
-
-@pytest.mark.xfail(strict=True, reason="the imports are outside of main's try")
-def test_ctrl_c_during_the_imports():
-    """While torch is imported."""
-    run = subprocess.run([sys.executable, "-c", AT_IMPORT.format(name="torch")], cwd=ROOT,
-                         text=True, capture_output=True, timeout=300)
-    assert run.returncode == 130, run.stderr
-    assert run.stderr.strip() == "stopped"
 
 
 def test_ctrl_c_during_decoding():

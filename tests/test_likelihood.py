@@ -55,15 +55,6 @@ def test_guidance_of_zero_is_no_guidance_and_of_one_is_another_value():
     assert torch.equal(values[0], values[1]) and not torch.allclose(values[0], values[2])
 
 
-@pytest.mark.parametrize("prompt, answer, message", [
-    ([[1, 39]], [[2]], "mask tokens"), ([[1]], [[2], [3]], "1 prompts but 2 answers"),
-    ([[1]], [[]], "empty"), ([[1]], [[99]], "outside the vocabulary"),
-])
-def test_wrong_likelihood_arguments(prompt, answer, message):
-    with pytest.raises(ValueError, match=message):
-        log_likelihood(Denoiser(tiny_llama(1), 39), prompt, answer)
-
-
 def test_the_weighted_loss_estimates_the_bound_and_the_plain_one_the_mean():
     """A model with the same cross-entropy c everywhere: plain c exactly;
     weighted c on average (a bound on -log p)."""

@@ -394,54 +394,6 @@ def test_a_cpu_generator_serves_any_device():
     assert u.device.type == "meta" and u.shape == (3, 2)
 
 
-BAD = [
-    (dict(gen_length=-1), "gen_length is -1"),
-    (dict(gen_length=2.5), "gen_length is 2.5, expected a whole"),
-    (dict(steps=0), "steps is 0"),
-    (dict(steps=1, block_length=2), "steps is 1"),
-    (dict(block_length=0), "block_length is 0"),
-    (dict(remasking="lowconfidence"), "remasking is 'lowconfidence'"),
-    (dict(temperature=-1.0), "temperature is -1"),
-    (dict(temperature=math.nan), "temperature is nan"),
-    (dict(cfg_scale=-2.0), "cfg_scale is -2"),
-    (dict(tempered_confidence=True), "tempered_confidence changes nothing"),
-    (dict(attention_mask=torch.ones(1, 3)),
-     r"attention_mask has shape \(1, 3\), the prompt \(1, 2\)"),
-    (dict(attention_mask=torch.tensor([[1, 0]])), "left padding"),
-    (dict(generator=[torch.Generator(), torch.Generator()]), "list of 2, the batch has 1"),
-    (dict(early_stop=True), "need a denoiser with eos_ids"),
-    (dict(suppress_eos=True), "need a denoiser with eos_ids"),
-]
-
-
-@pytest.mark.parametrize("knobs, message", BAD)
-def test_wrong_knobs_say_what_was_wrong(knobs, message):
-    with pytest.raises(ValueError, match=message):
-        sample_llada(denoiser_of(torch.zeros(9, V)), torch.tensor([[1, 2]]),
-                     **{"gen_length": 4, **knobs})
-
-
-@pytest.mark.parametrize("prompt, message", [
-    ([], "empty list"), (torch.zeros(0, 3, dtype=torch.long), "empty batch"),
-    (torch.zeros(1, 2), "torch.float32"), ("text", "prompt is str"),
-    (torch.tensor([[1, -2]]), r"prompt\[0, 1\] is -2"),
-    (torch.zeros(1, 1, 1, dtype=torch.long), "shape"),
-])
-def test_wrong_prompts_say_what_was_wrong(prompt, message):
-    with pytest.raises(ValueError, match=message):
-        sample_llada(denoiser_of(torch.zeros(9, V)), prompt, gen_length=4)
-
-
-def test_ids_and_lengths_that_the_model_cannot_take():
-    d = Denoiser(tiny_llama(1), 39)
-    with pytest.raises(ValueError, match=r"prompt\[0, 1\] is 40, outside the vocabulary of 40"):
-        sample_llada(d, torch.tensor([[1, 40]]), gen_length=2)
-    with pytest.raises(ValueError, match="2 \\+ 300 = 302 tokens, the model takes 256"):
-        sample_llada(d, torch.tensor([[1, 2]]), gen_length=300)
-    with pytest.raises(ValueError, match="nothing to decode"):
-        sample_llada(d, torch.zeros(1, 0, dtype=torch.long), gen_length=0)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("remasking", dlm_spec.REMASKING)
 def test_nan_logits_are_an_error(value, remasking):

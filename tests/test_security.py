@@ -11,6 +11,7 @@ import jinja2
 import pytest
 import tasks
 import torch
+from helpers import copy_of_embedded
 from safetensors.torch import load_file
 
 import dlm_spec
@@ -21,6 +22,9 @@ KILL_IT = "import posix\nposix.kill(posix.getppid(), 9)\n"
 PROGRAMS = {     # what the model might write -> its mark
     "many processes that stay": ("import posix, time\nfor _ in range(60):\n    if posix.fork() == 0"
                                  f":\n        time.sleep(99)\n{GOOD}", None),
+    "a session of its own": ("import posix, time\nif posix.fork() == 0:\n    posix.setsid()\n"
+                             "    if posix.fork():\n        posix._exit(0)\n    while True:\n"
+                             f"        time.sleep(9)\n{GOOD}", None),
     "a kill of the grader": (KILL_IT + GOOD, False),
     "a kill of all its processes": (f"import posix\nposix.killpg(0, 9)\n{GOOD}", False),
     "a clock that is stopped": ("import signal\nsignal.setitimer(signal.ITIMER_REAL, 0)\n"
@@ -44,7 +48,7 @@ PROGRAMS = {     # what the model might write -> its mark
 
 def test_programs_end_by_their_limits_and_the_others_keep_their_marks(tmp_path, monkeypatch):
     """All in one batch, each between good ones, which are graded right (None: either mark will do).
-    No file and no process is left."""
+    No file and no process is left, nor one that has left the session and its parents."""
     monkeypatch.chdir(tmp_path)
     asserts = "def check(candidate):\n    assert candidate(3) == 3\n"
     p = tasks.Problem("code", "", "", asserts, "", "f")
@@ -85,12 +89,7 @@ def test_a_grader_that_fails_by_itself_is_an_error_and_not_a_wrong_answer(monkey
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the embedded model."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in dlm_spec.EMBEDDED_MODEL.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return copy_of_embedded(tmp_path)
 
 
 class Bomb:

@@ -124,14 +124,6 @@ def test_a_hostile_program_is_wrong_and_harms_nobody(program, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("maths", "test", 1), "family is 'maths'"), (("math", "dev", 1), "split is 'dev'"),
-    (("math", "test", -1), "n is -1")])
-def test_wrong_requests(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tasks.problems(*arguments)
-
-
 def test_wilson_intervals_hold_known_values():
     assert tasks.wilson(90, 100) == pytest.approx((0.8256, 0.9448), abs=1e-4)
     assert tasks.wilson(0, 10)[0] == pytest.approx(0)

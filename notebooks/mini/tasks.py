@@ -490,9 +490,9 @@ def grade_code(pairs, timeout=2.0):
 
     pairs: [(Problem, text), ...]; timeout: seconds per program. One child process, in a temporary
     folder and a session of its own, grades them all, under limits on memory, file size and (except
-    for root) the number of processes; whatever it leaves running is killed. A fence against
-    accidents, not a security boundary. When a program kills the child it counts as wrong, and
-    another child grades the rest. Returns a list of bool.
+    for root) the number of processes; whatever it leaves running is killed (on Linux also what
+    left the session). A fence against accidents, not a security boundary. When a program kills the
+    child it counts as wrong, and another child grades the rest. Returns a list of bool.
     """
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout is {timeout!r}, expected seconds, above 0")
@@ -532,9 +532,23 @@ def _run_child(jobs, timeout):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+                _kill_all(b"HOME=" + os.fsencode(folder))
             for file in (out, err):
                 file.seek(0)
             return out.read(), err.read(), child.returncode
+
+
+def _kill_all(variable):
+    """Kill the processes that have inherited an environment variable (bytes `NAME=value`): no
+    session or parent of their own hides them. Again until none is left, for they may fork."""
+    left = True
+    while left:
+        left = False
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):      # it has ended, or is another user's
+                if variable in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    left = True
 
 
 def _grade_child(timeout):
