@@ -733,9 +733,10 @@ def _read_config(name, hub):
         config, _ = PretrainedConfig.get_config_dict(name, **hub)
     except (OSError, ValueError) as e:
         raise ValueError(f"no checkpoint at {name!r}: it is neither a folder with a config.json "
-                         "nor a hub id that can be reached; without a network, download the "
-                         "checkpoint beforehand and give its folder "
-                         f"({type(e).__name__}: {e})") from e
+                         "nor a hub id that can be reached: check the name; a gated or private one "
+                         "wants its licence accepted on its page, then `hf auth login` or token=; "
+                         "without a network, download the checkpoint beforehand and give its "
+                         f"folder ({type(e).__name__}: {e})") from e
     if not config:
         raise ValueError(f"no config.json in {name!r}, or an empty one")
     return config
