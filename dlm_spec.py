@@ -274,32 +274,12 @@ class Denoiser:
 
     def __init__(self, model, mask_id, *, eos_ids=(), pad_id=None, n_tokens=None, shift=False,
                  tokenizer=None):
-        if not isinstance(mask_id, int) or isinstance(mask_id, bool) or mask_id < 0:
-            raise ValueError(f"mask_id is {mask_id!r}, expected the id of the mask token: this "
-                             "checkpoint's files do not name it, so pass it, e.g. "
-                             "load_denoiser(..., mask_id=126336) for LLaDA, 151666 for Dream")
-        config = getattr(model, "config", None)
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ValueError(f"{type(model).__name__} has layers with sliding_attention, which the "
-                             "bidirectional hook does not do")
-        if isinstance(eos_ids, (Integral, str)):
-            raise ValueError(f"eos_ids is {eos_ids!r}, expected a tuple of ids")
+        check_model(model, mask_id, eos_ids, pad_id, n_tokens)
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation("dlm_spec")
             model.eval()
         self.model, self.mask_id, self.eos_ids, self.shift = model, mask_id, tuple(eos_ids), shift
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids + (0,))[0]
-        if not callable(model):
-            raise ValueError(f"model is {model!r}, expected a model or a callable like one; for a "
-                             "checkpoint's name there is load_denoiser")
-        check_whole(1, n_tokens=1 if n_tokens is None else n_tokens)
-        for name, i in (("mask_id", mask_id), *(("eos_ids", i) for i in self.eos_ids),
-                        ("pad_id", self.pad_id)):
-            check_whole(0, **{name: i})
-            if self.n_embeddings is not None and i >= self.n_embeddings:
-                raise ValueError(f"{name} is {i}, but the model has {self.n_embeddings} embeddings")
-        if mask_id in self.eos_ids:
-            raise ValueError(f"eos_ids is {self.eos_ids} and holds the mask_id {mask_id}")
         self.n_tokens, self.tokenizer = n_tokens, tokenizer
         self._head = (model.get_output_embeddings() if hasattr(model, "get_output_embeddings")
                       else None)
@@ -307,9 +287,7 @@ class Denoiser:
     @property
     def n_embeddings(self):
         """How many ids the model can take; None for a plain callable."""
-        if not hasattr(self.model, "get_input_embeddings"):
-            return None
-        return self.model.get_input_embeddings().weight.shape[0]
+        return embeddings_of(self.model)
 
     @property
     def device(self):
@@ -516,6 +494,12 @@ class Denoiser:
         return [self.tokenizer.decode(r, skip_special_tokens=True) for r in rows]
 
 
+def embeddings_of(model):
+    """How many ids a transformers model can take; None for a plain callable."""
+    return (model.get_input_embeddings().weight.shape[0]
+            if hasattr(model, "get_input_embeddings") else None)
+
+
 def dual_view(seeds, late, visible, shift, positions=None, index=None):
     """The DualView of a forward. seeds, visible: (R, L) bool; late: (R, L), how much earlier a
     column is read; positions, index: the forward's window, see Denoiser.__call__.
@@ -552,6 +536,23 @@ def rows_with(ask):
 def earlier_too(window, shift):
     """(B, L) bool, in shifted models with the column before each, where it is read."""
     return window | F.pad(window[:, 1:], (0, 1)) if shift else window
+
+
+def stored(rows, window, seeds, shift):
+    """The columns (B, L) whose keys and values a forward of `rows` (B, 1) stores: its window (None:
+    all), but what it held back for the seeds."""
+    fresh = rows & (True if window is None else earlier_too(window, shift))
+    return fresh if seeds is None else fresh & ~earlier_too(seeds, shift)
+
+
+def eligible(tokens, valid, masks, shift):
+    """Those of `tokens` that can be seeds now: their stored keys and values are of themselves
+    (`valid`). In shifted models also those of the column before, where a token is read, which must
+    not be where a mask is read. All (B, L) bool."""
+    tokens = tokens & valid
+    if not shift:
+        return tokens
+    return tokens & F.pad(valid, (1, 0), value=True)[:, :-1] & ~F.pad(masks, (0, 1))[:, 1:]
 
 
 def columns_of(window):
@@ -1013,139 +1014,10 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
     (then padded on the left). M inside a prompt is a hole to fill. attention_mask: (B, P),
     0 on left padding.
     """
-    check_has("mask_id", "a Denoiser", denoiser=denoiser)
-    if isinstance(prompt, (list, tuple)):
-        if not prompt:
-            raise ValueError("prompt is an empty list, expected at least one row")
-        if isinstance(prompt[-1], Tensor) and prompt[-1].dtype == torch.bool:
-            raise ValueError("prompt is the pair that `encode` gives: ids, mask = encode(...), "
-                             "then pass ids and attention_mask=mask")
-        rows = [_ids_of(r) for r in prompt]
-        rows = [torch.stack(rows)] if all(r.ndim == 0 for r in rows) else rows
-        if any(r.ndim != 1 for r in rows):
-            raise ValueError(f"prompt is a list of {[tuple(r.shape) for r in rows][:4]}, expected "
-                             "rows of ids")
-        if attention_mask is not None and len({len(r) for r in rows}) > 1:
-            raise ValueError("prompt is a list of rows of different lengths, which makes its own "
-                             "attention_mask: drop yours")
-        prompt, own_mask = pad_left([r.tolist() for r in rows], denoiser.pad_id)
-        attention_mask = own_mask if attention_mask is None else attention_mask
-    prompt = _ids_of(prompt).to(denoiser.device).long()
-    if prompt.ndim not in (1, 2):
-        raise ValueError(f"prompt has shape {tuple(prompt.shape)}, expected (B, P)")
-    prompt = prompt[None] if prompt.ndim == 1 else prompt
-    B, P = prompt.shape
-    if B == 0:
-        raise ValueError(f"prompt has shape {(B, P)}: an empty batch")
-    check_whole(0, gen_length=gen_length)
-    if P + gen_length == 0:
-        raise ValueError("gen_length is 0 and the prompt is empty: there is nothing to decode")
-    visible = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        attention_mask = torch.as_tensor(attention_mask)
-        if attention_mask.shape != prompt.shape and attention_mask.shape != prompt.shape[-1:]:
-            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, "
-                             f"the prompt {(B, P)}")
-        visible = attention_mask.to(prompt.device).bool().expand(B, P)
-        if (visible[:, :-1] & ~visible[:, 1:]).any():
-            raise ValueError("attention_mask must be left padding: zeros, then ones, in every row")
-        if gen_length == 0 and not visible.any(1).all():
-            raise ValueError("attention_mask leaves nothing of row "
-                             f"{int((~visible.any(1)).nonzero()[0])}")
-    _check_ids(denoiser, prompt, visible)
-    prompt = prompt.masked_fill(~visible, denoiser.pad_id)
-    x = torch.cat([prompt, prompt.new_full((B, gen_length), denoiser.mask_id)], dim=1)
-    limit = getattr(getattr(denoiser.model, "config", None), "max_position_embeddings", None)
-    if limit is not None and x.shape[1] > limit:
-        raise ValueError(f"prompt + gen_length is {P} + {gen_length} = {x.shape[1]} tokens, "
-                         f"the model takes {limit}")
-    return x, F.pad(visible, (0, gen_length), value=True), P
-
-
-def _ids_of(value, name="prompt"):
-    """A tensor of whole numbers, or a ValueError."""
-    try:
-        ids = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise ValueError(f"{name} is {type(value).__name__} {str(value)[:40]!r}, expected integer "
-                         "ids of shape (B, P)") from e
-    if ids.dtype not in (torch.int64, torch.int32) and (ids.numel() or isinstance(value, Tensor)):
-        raise ValueError(f"{name} holds {ids.dtype}, expected integer ids")
-    return ids.long()
-
-
-def _check_ids(denoiser, ids, visible, name="prompt", first_row=0):
-    V = denoiser.n_embeddings
-    bad = visible & ((ids < 0) | (ids >= V if V is not None else False))
-    if bad.any():
-        row, column = bad.nonzero()[0].tolist()
-        raise ValueError(f"{name}[{first_row + row}, {column}] is {ids[row, column]}, outside the "
-                         f"vocabulary of {V or 'any'} ids")
-
-
-def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpone_eos,
-                logits_processor, generator, early_stop, remasking="low_confidence",
-                tempered_confidence=False, cfg_scale=0.0):
-    """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
-    check_whole(1, block_length=block_length)
-    check_one_of(REMASKING, remasking=remasking)
-    check_has("__call__", "a callable", logits_processor=logits_processor)
-    check_number(0, math.inf, temperature=temperature, cfg_scale=cfg_scale)
-    if tempered_confidence and (temperature == 0 or remasking == "random"):
-        raise ValueError("tempered_confidence changes nothing at temperature 0 or with "
-                         "remasking='random'")
-    each = generator if isinstance(generator, (list, tuple)) else [generator]
-    if not all(g is None or isinstance(g, torch.Generator) for g in each):
-        raise ValueError(f"generator is {generator!r}, expected a torch.Generator or one per row")
-    if isinstance(generator, (list, tuple)) and len(generator) != B:
-        raise ValueError(f"generator is a list of {len(generator)}, the batch has {B} rows")
-    if (suppress_eos or postpone_eos or early_stop) and not denoiser.eos_ids:
-        raise ValueError("suppress_eos, postpone_eos and early_stop need a denoiser with eos_ids")
-    if suppress_eos and len(denoiser.eos_ids) == 1 and (postpone_eos or early_stop):
-        raise ValueError("with suppress_eos no eos is ever emitted: "
-                         "postpone_eos and early_stop would do nothing")
-
-
-def check_rule(threshold, factor=None, steps=None):
-    """The commit rule's ValueErrors; returns the threshold in force, 0.9 when nothing is given."""
-    given = {k: v for k, v in dict(threshold=threshold, factor=factor, steps=steps).items()
-             if v is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} were given, each a rule of its own: pass one")
-    check_number(0, 1, threshold=given.get("threshold", 0.9))
-    check_number(0, math.inf, factor=given.get("factor", 1))
-    return 0.9 if not given else threshold
-
-
-def check_number(low, high, **numbers):
-    """ValueError unless each named value is a finite number from low to high."""
-    for name, value in numbers.items():
-        if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
-            limits = f"from {low}" + (f" to {high}" if high < math.inf else "")
-            kind = "number" if high < math.inf else "finite number"
-            raise ValueError(f"{name} is {value!r}, expected a {kind} {limits}")
-
-
-def check_whole(least, **numbers):
-    """ValueError unless each named value is a whole number from `least`."""
-    for name, value in numbers.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
-
-
-def check_has(attribute, kind, **values):
-    """ValueError unless each named value is None or has what its kind needs."""
-    for name, value in values.items():
-        if value is not None and not hasattr(value, attribute):
-            raise ValueError(f"{name} is {value!r:.40}, expected {kind}")
-
-
-def check_one_of(options, **values):
-    """ValueError unless each named value is one of the options."""
-    for name, value in values.items():
-        if not isinstance(value, str | None) or value not in options:
-            *most, last = map(repr, options)
-            raise ValueError(f"{name} is {value!r}, expected {', '.join(most)} or {last}")
+    prompt, visible = check_prompt(denoiser, prompt, attention_mask, gen_length)
+    x = F.pad(prompt.masked_fill(~visible, denoiser.pad_id), (0, gen_length),
+              value=denoiser.mask_id)
+    return x, F.pad(visible, (0, gen_length), value=True), prompt.shape[1]
 
 
 class Recorder:
@@ -1622,27 +1494,6 @@ class DualState:
         self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
 
 
-def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds):
-    """The ValueErrors of sample_dual_diffusion's own knobs."""
-    check_whole(1, draft_steps=draft_steps)
-    check_whole(0, max_revisions=max_revisions, max_rounds=0 if max_rounds is None else max_rounds)
-    check_one_of(("visible", "leave_one_out", "cover"), view=view)
-    check_one_of((None, "prefix", "dual", "dkv"), cache=cache)
-    check_has("mask_id", "a Denoiser", drafter=drafter)
-    if not callable(verify):
-        raise ValueError(f"verify is {verify!r}, expected verify_trust, verify_kl, "
-                         "verify_confidence or a callable like them")
-    if view == "cover" and drafter is not None:
-        raise ValueError("view='cover' needs the verifier's own keys and values of the drafted "
-                         "tokens: it takes no second drafter")
-    if drafter is not None and drafter.mask_id != denoiser.mask_id:
-        raise ValueError(f"the drafter's mask_id is {drafter.mask_id}, the verifier's "
-                         f"{denoiser.mask_id}: they need the same vocabulary")
-    if drafter is not None and drafter.n_embeddings != denoiser.n_embeddings:
-        raise ValueError(f"the drafter has {drafter.n_embeddings} embeddings, the verifier "
-                         f"{denoiser.n_embeddings}: they need the same vocabulary")
-
-
 # ---------------------------------------------------------------------------------------------
 # 9. Revocable baselines: commit many, take back what looks wrong in the light of the rest.
 
@@ -1890,23 +1741,6 @@ def dependence(maps, probe, masks, drafted, candidates, shift=False):
     return out / out.amax(2, keepdim=True).clamp(min=torch.finfo(out.dtype).tiny)
 
 
-def stored(rows, window, seeds, shift):
-    """The columns (B, L) whose keys and values a forward of `rows` (B, 1) stores: its window (None:
-    all), but what it held back for the seeds."""
-    fresh = rows & (True if window is None else earlier_too(window, shift))
-    return fresh if seeds is None else fresh & ~earlier_too(seeds, shift)
-
-
-def eligible(tokens, valid, masks, shift):
-    """Those of `tokens` that can be seeds now: their stored keys and values are of themselves
-    (`valid`). In shifted models also those of the column before, where a token is read, which must
-    not be where a mask is read. All (B, L) bool."""
-    tokens = tokens & valid
-    if not shift:
-        return tokens
-    return tokens & F.pad(valid, (1, 0), value=True)[:, :-1] & ~F.pad(masks, (0, 1))[:, 1:]
-
-
 def seed_score(u, d_in, d_out):
     """COVER's score of a candidate [9]: uncertain, looked at by many, stable. All (B, L)."""
     return u * (1 + d_in) / (1 + d_out)
@@ -2077,7 +1911,191 @@ def revision_statistics(out, reference=None):
 
 
 # ---------------------------------------------------------------------------------------------
-# 13. Command line.
+# 13. Bad input: what is refused, and in which words.
+
+def check_prompt(denoiser, prompt, attention_mask, gen_length):
+    """The prompt as start_canvas takes it -> (B, P) ids and (B, P) bool, False on padding."""
+    check_has("mask_id", "a Denoiser", denoiser=denoiser)
+    if isinstance(prompt, (list, tuple)):
+        if not prompt:
+            raise ValueError("prompt is an empty list, expected at least one row")
+        if isinstance(prompt[-1], Tensor) and prompt[-1].dtype == torch.bool:
+            raise ValueError("prompt is the pair that `encode` gives: ids, mask = encode(...), "
+                             "then pass ids and attention_mask=mask")
+        rows = [_ids_of(r) for r in prompt]
+        rows = [torch.stack(rows)] if all(r.ndim == 0 for r in rows) else rows
+        if any(r.ndim != 1 for r in rows):
+            raise ValueError(f"prompt is a list of {[tuple(r.shape) for r in rows][:4]}, expected "
+                             "rows of ids")
+        if attention_mask is not None and len({len(r) for r in rows}) > 1:
+            raise ValueError("prompt is a list of rows of different lengths, which makes its own "
+                             "attention_mask: drop yours")
+        prompt, own_mask = pad_left([r.tolist() for r in rows], denoiser.pad_id)
+        attention_mask = own_mask if attention_mask is None else attention_mask
+    prompt = _ids_of(prompt).to(denoiser.device).long()
+    if prompt.ndim not in (1, 2):
+        raise ValueError(f"prompt has shape {tuple(prompt.shape)}, expected (B, P)")
+    prompt = prompt[None] if prompt.ndim == 1 else prompt
+    B, P = prompt.shape
+    if B == 0:
+        raise ValueError(f"prompt has shape {(B, P)}: an empty batch")
+    check_whole(0, gen_length=gen_length)
+    if P + gen_length == 0:
+        raise ValueError("gen_length is 0 and the prompt is empty: there is nothing to decode")
+    visible = torch.ones_like(prompt, dtype=torch.bool)
+    if attention_mask is not None:
+        attention_mask = torch.as_tensor(attention_mask)
+        if attention_mask.shape != prompt.shape and attention_mask.shape != prompt.shape[-1:]:
+            raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, "
+                             f"the prompt {(B, P)}")
+        visible = attention_mask.to(prompt.device).bool().expand(B, P)
+        if (visible[:, :-1] & ~visible[:, 1:]).any():
+            raise ValueError("attention_mask must be left padding: zeros, then ones, in every row")
+        if gen_length == 0 and not visible.any(1).all():
+            raise ValueError("attention_mask leaves nothing of row "
+                             f"{int((~visible.any(1)).nonzero()[0])}")
+    _check_ids(denoiser, prompt, visible)
+    limit = getattr(getattr(denoiser.model, "config", None), "max_position_embeddings", None)
+    if limit is not None and P + gen_length > limit:
+        raise ValueError(f"prompt + gen_length is {P} + {gen_length} = {P + gen_length} tokens, "
+                         f"the model takes {limit}")
+    return prompt, visible
+
+
+def _ids_of(value, name="prompt"):
+    """A tensor of whole numbers, or a ValueError."""
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise ValueError(f"{name} is {type(value).__name__} {str(value)[:40]!r}, expected integer "
+                         "ids of shape (B, P)") from e
+    if ids.dtype not in (torch.int64, torch.int32) and (ids.numel() or isinstance(value, Tensor)):
+        raise ValueError(f"{name} holds {ids.dtype}, expected integer ids")
+    return ids.long()
+
+
+def _check_ids(denoiser, ids, visible, name="prompt", first_row=0):
+    V = denoiser.n_embeddings
+    bad = visible & ((ids < 0) | (ids >= V if V is not None else False))
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        raise ValueError(f"{name}[{first_row + row}, {column}] is {ids[row, column]}, outside the "
+                         f"vocabulary of {V or 'any'} ids")
+
+
+def check_model(model, mask_id, eos_ids, pad_id, n_tokens):
+    """The ValueErrors of Denoiser."""
+    if not isinstance(mask_id, int) or isinstance(mask_id, bool) or mask_id < 0:
+        raise ValueError(f"mask_id is {mask_id!r}, expected the id of the mask token: this "
+                         "checkpoint's files do not name it, so pass it, e.g. "
+                         "load_denoiser(..., mask_id=126336) for LLaDA, 151666 for Dream")
+    if not callable(model):
+        raise ValueError(f"model is {model!r}, expected a model or a callable like one; for a "
+                         "checkpoint's name there is load_denoiser")
+    if "sliding_attention" in (getattr(getattr(model, "config", None), "layer_types", None) or ()):
+        raise ValueError(f"{type(model).__name__} has layers with sliding_attention, which the "
+                         "bidirectional hook does not do")
+    if isinstance(eos_ids, (Integral, str)):
+        raise ValueError(f"eos_ids is {eos_ids!r}, expected a tuple of ids")
+    check_whole(1, n_tokens=1 if n_tokens is None else n_tokens)
+    V = embeddings_of(model)
+    for name, i in (("mask_id", mask_id), *(("eos_ids", i) for i in eos_ids),
+                    ("pad_id", 0 if pad_id is None else pad_id)):
+        check_whole(0, **{name: i})
+        if V is not None and i >= V:
+            raise ValueError(f"{name} is {i}, but the model has {V} embeddings")
+    if mask_id in eos_ids:
+        raise ValueError(f"eos_ids is {tuple(eos_ids)} and holds the mask_id {mask_id}")
+
+
+def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpone_eos,
+                logits_processor, generator, early_stop, remasking="low_confidence",
+                tempered_confidence=False, cfg_scale=0.0):
+    """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
+    check_whole(1, block_length=block_length)
+    check_one_of(REMASKING, remasking=remasking)
+    check_has("__call__", "a callable", logits_processor=logits_processor)
+    check_number(0, math.inf, temperature=temperature, cfg_scale=cfg_scale)
+    if tempered_confidence and (temperature == 0 or remasking == "random"):
+        raise ValueError("tempered_confidence changes nothing at temperature 0 or with "
+                         "remasking='random'")
+    each = generator if isinstance(generator, (list, tuple)) else [generator]
+    if not all(g is None or isinstance(g, torch.Generator) for g in each):
+        raise ValueError(f"generator is {generator!r}, expected a torch.Generator or one per row")
+    if isinstance(generator, (list, tuple)) and len(generator) != B:
+        raise ValueError(f"generator is a list of {len(generator)}, the batch has {B} rows")
+    if (suppress_eos or postpone_eos or early_stop) and not denoiser.eos_ids:
+        raise ValueError("suppress_eos, postpone_eos and early_stop need a denoiser with eos_ids")
+    if suppress_eos and len(denoiser.eos_ids) == 1 and (postpone_eos or early_stop):
+        raise ValueError("with suppress_eos no eos is ever emitted: "
+                         "postpone_eos and early_stop would do nothing")
+
+
+def check_rule(threshold, factor=None, steps=None):
+    """The commit rule's ValueErrors; returns the threshold in force, 0.9 when nothing is given."""
+    given = {k: v for k, v in dict(threshold=threshold, factor=factor, steps=steps).items()
+             if v is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} were given, each a rule of its own: pass one")
+    check_number(0, 1, threshold=given.get("threshold", 0.9))
+    check_number(0, math.inf, factor=given.get("factor", 1))
+    return 0.9 if not given else threshold
+
+
+def check_number(low, high, **numbers):
+    """ValueError unless each named value is a finite number from low to high."""
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or not (low <= value <= high and math.isfinite(value)):
+            limits = f"from {low}" + (f" to {high}" if high < math.inf else "")
+            kind = "number" if high < math.inf else "finite number"
+            raise ValueError(f"{name} is {value!r}, expected a {kind} {limits}")
+
+
+def check_whole(least, **numbers):
+    """ValueError unless each named value is a whole number from `least`."""
+    for name, value in numbers.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
+
+
+def check_has(attribute, kind, **values):
+    """ValueError unless each named value is None or has what its kind needs."""
+    for name, value in values.items():
+        if value is not None and not hasattr(value, attribute):
+            raise ValueError(f"{name} is {value!r:.40}, expected {kind}")
+
+
+def check_one_of(options, **values):
+    """ValueError unless each named value is one of the options."""
+    for name, value in values.items():
+        if not isinstance(value, str | None) or value not in options:
+            *most, last = map(repr, options)
+            raise ValueError(f"{name} is {value!r}, expected {', '.join(most)} or {last}")
+
+
+def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds):
+    """The ValueErrors of sample_dual_diffusion's own knobs."""
+    check_whole(1, draft_steps=draft_steps)
+    check_whole(0, max_revisions=max_revisions, max_rounds=0 if max_rounds is None else max_rounds)
+    check_one_of(("visible", "leave_one_out", "cover"), view=view)
+    check_one_of((None, "prefix", "dual", "dkv"), cache=cache)
+    check_has("mask_id", "a Denoiser", drafter=drafter)
+    if not callable(verify):
+        raise ValueError(f"verify is {verify!r}, expected verify_trust, verify_kl, "
+                         "verify_confidence or a callable like them")
+    if view == "cover" and drafter is not None:
+        raise ValueError("view='cover' needs the verifier's own keys and values of the drafted "
+                         "tokens: it takes no second drafter")
+    if drafter is not None and drafter.mask_id != denoiser.mask_id:
+        raise ValueError(f"the drafter's mask_id is {drafter.mask_id}, the verifier's "
+                         f"{denoiser.mask_id}: they need the same vocabulary")
+    if drafter is not None and drafter.n_embeddings != denoiser.n_embeddings:
+        raise ValueError(f"the drafter has {drafter.n_embeddings} embeddings, the verifier "
+                         f"{denoiser.n_embeddings}: they need the same vocabulary")
+
+
+# ---------------------------------------------------------------------------------------------
+# 14. Command line.
 
 EXAMPLES = (
     "Mia has 12 shells. She finds 5 more shells. Then she gives 3 shells to Ben. Now she has twice "

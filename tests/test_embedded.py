@@ -165,7 +165,7 @@ def test_the_readme_s_ten_lines_run():
 
 
 def test_the_copy_promise_of_the_readme_holds(tmp_path):
-    """The imports and sections 1, 2, 4, 5 and a sampler's own run in an empty file."""
+    """The imports and sections 1, 2, 4, 5, 13 and a sampler's own run in an empty file."""
     text = (ROOT / "dlm_spec.py").read_text()
     head = text[text.index("import argparse"):text.index("EMBEDDED_MODEL")]
     parts = re.split(r"(?m)^# -{80,}\n(?=# \d+\. )", text)
@@ -174,7 +174,7 @@ def test_the_copy_promise_of_the_readme_holds(tmp_path):
                     (7, "sample_dkv(d, [[1, 2]]"), (8, "sample_dual_diffusion(d, [[1, 2]]"),
                     (9, "sample_wino(d, [[1, 2]]"), (9, "sample_saber(d, [[1, 2]]"),
                     (10, "sample_cover(d, [[1, 2]]")):
-        body = "".join(sections[i] for i in (1, 2, 4, 5, n))
+        body = "".join(sections[i] for i in (1, 2, 4, 5, n, 13))
         (tmp_path / "copied.py").write_text(head + body + f"""
 config = LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, intermediate_size=16,
                      num_attention_heads=2, num_key_value_heads=2)
