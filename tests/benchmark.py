@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import dlm_spec
@@ -45,7 +45,7 @@ def build(shape, device, dtype):
                          tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.lm_head.weight.data.mul_(20)
     return Denoiser(model, V - 1)
 

@@ -2,104 +2,191 @@
 """Every sampler on a LLaDA-8B-shaped model with random weights on a CUDA device, in bf16.
 
     python tests/gpu_check.py --json gpu.json        # minutes; says so and ends where there is none
+    python tests/gpu_check.py --device cpu --shape mini --gen-length 8      # every line, anywhere
 
-Checks that nothing is masked or NaN, that COVER's dual view agrees with a forward per query in
-plain torch, and counts forwards, tokens per second, peak memory and read-backs to the host.
+Checks that nothing is masked or NaN, that COVER's dual view agrees with its definition, one softmax
+per view, in a layer and in a whole forward; and counts forwards, tokens per second, peak memory,
+and how often a forward makes the host wait, with the lines that do (see waits.py).
 """
 import argparse
 import json
 import sys
 import time
+import warnings
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import benchmark
+from waits import waits
 
 import dlm_spec
 from dlm_spec import KVCache, sdpa
 
 
-def dual_view_error(dtype, device):
-    """One layer's dual view against the definition: each query with keys and values of its own,
-    in float64. The largest absolute difference."""
+class ByDefinition:
+    """Stands in for a KVCache and says what the dual view is: everyone sees the stored keys and
+    values k[layer], v[layer] of `seeds` (B, L); a seed sees its own fresh ones. In `dtype`."""
+
+    def __init__(self, seeds, k, v, dtype=torch.float32):
+        self.seeds, self.k, self.v, self.dtype = seeds, k, v, dtype
+
+    def begin(self, *_, **__):
+        """Nothing to remember."""
+
+    def attend(self, layer, q, k, v, mask, scaling):
+        """See KVCache.attend."""
+        held, (new, old) = self.seeds[:, None, :, None], (
+            (k, v), (self.k.get(layer, k), self.v.get(layer, v)))
+        seen = [torch.where(held, b, a).to(self.dtype) for a, b in zip(new, old)]
+        out = sdpa(q.to(self.dtype), *seen, mask, scaling)
+        for i in self.seeds.any(0).nonzero()[:, 0].tolist():
+            own = [s.clone() for s in seen]
+            for o, a in zip(own, new):
+                o[:, :, i] = a[:, :, i].to(self.dtype)
+            alone = sdpa(q[:, :, i:i + 1].to(self.dtype), *own, mask, scaling)
+            out[:, :, i:i + 1] = torch.where(self.seeds[:, i, None, None, None], alone,
+                                             out[:, :, i:i + 1])
+        return out.to(q.dtype)
+
+
+def layer_error(dtype, device, B=2, H=32, L=512, d=128):
+    """One layer's dual view against the definition in float64, the largest absolute difference.
+    The seeds' stored keys are their own queries, so that uncorrected they would see little else."""
     g = torch.Generator(device).manual_seed(0)
-    B, H, L, d, seeds = 2, 32, 512, 128, [100, 300, 301]
     q, k, v, old_k, old_v = (torch.randn(B, H, L, d, generator=g, device=device, dtype=dtype)
                              for _ in range(5))
-    at = torch.zeros(B, L, dtype=torch.bool, device=device)
-    at[:, seeds] = True
-    visible, kv = torch.ones_like(at), KVCache()
-    kv.k[0], kv.v[0] = old_k.clone(), old_v.clone()
-    kv.begin(B, seeds=dlm_spec.dual_view(at, torch.zeros(B, L, dtype=torch.long, device=device),
-                                         visible, False))
+    seeds = torch.zeros(B, L, dtype=torch.bool, device=device)
+    seeds[:, [L // 5, L // 2, L // 2 + 1]] = True
+    old_k = torch.where(seeds[:, None, :, None], q, old_k)
+    kv = KVCache()
+    kv.k[0], kv.v[0] = old_k, old_v
+    kv.begin(B, seeds=dlm_spec.dual_view(seeds, torch.zeros_like(seeds).long(),
+                                         torch.ones_like(seeds), False))
     got = kv.attend(0, q, k, v, None, None)
-    memory = [torch.where(at[:, None, :, None], old, new).double()
-              for old, new in ((old_k, k), (old_v, v))]
-    want = sdpa(q.double(), *memory)
-    for i in seeds:
-        K, V = (m.clone() for m in memory)
-        K[:, :, i], V[:, :, i] = k[:, :, i].double(), v[:, :, i].double()
-        want[:, :, i] = sdpa(q[:, :, i:i + 1].double(), K, V)[:, :, 0]
+    want = ByDefinition(seeds, {0: old_k}, {0: old_v}, torch.float64).attend(0, q.double(), k, v,
+                                                                             None, None)
     return float((got.double() - want).abs().max())
 
 
-def read_backs(f):
-    """How often f() copies something from the device to the host."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
-        f()
-    return sum(e.count for e in p.key_averages() if "DtoH" in e.key)
+def forward_error(denoiser, L=160):
+    """Logits of a forward against those with attention by its definition in float32: the mean
+    difference as a share of their standard deviation, with seeds and without."""
+    g, M = torch.Generator().manual_seed(0), denoiser.mask_id
+    x = torch.randint(0, M, (2, L), generator=g).to(denoiser.device)
+    visible, column = torch.ones_like(x, dtype=torch.bool), torch.arange(L, device=x.device)
+    visible[1, :L // 4] = False                             # the second prompt is shorter
+    kv, masks = KVCache(), (column >= L // 2).expand(2, L)
+    seeds = masks & (column % 9 == 4) & (column < L - 20)
+    x = x.masked_fill(masks & ~seeds, M)
+    denoiser(x, masks, visible, kv=kv)                      # stores the seeds' keys and values
+    found = []
+    for seen, stored in ((seeds, (kv.k, kv.v)), (seeds & False, ({}, {}))):
+        want = denoiser(x.masked_fill(seen, M), masks, visible,
+                        kv=ByDefinition(seen, *map(dict, stored)))
+        got = denoiser(x, masks, visible, kv=kv, seeds=seen)
+        at = got.isfinite()
+        found.append(float((got[at] - want[at]).float().abs().mean() / want[at].float().std()))
+    return found
 
 
-def main():
+@contextmanager
+def driver_count(device):
+    """A Counter, "seen": how often a CUDA driver says that the host waited; empty on a CPU."""
+    count = Counter()
+    if not str(device).startswith("cuda"):
+        yield count
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield count
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    count["seen"] = sum("synchronizing" in str(w.message) for w in said)
+
+
+def measure(denoiser, name, knobs, lengths, G):
+    """One sampler on prompts of these lengths: a row of the table, a dict."""
+    g, device = torch.Generator().manual_seed(1), denoiser.device
+    prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
+
+    def decode():
+        return dlm_spec.SAMPLERS[name](denoiser, prompts, gen_length=G, block_length=min(32, G),
+                                       **knobs)
+
+    with driver_count(device) as driver, waits() as found:  # the warm-up too
+        decode()
+    cuda = device.type == "cuda"
+    benchmark.wait(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    out = decode()
+    benchmark.wait(device)
+    seconds = time.perf_counter() - start
+    assert (out.sequences != denoiser.mask_id).all(), name
+    assert out.commit_confidence.isfinite().all(), name
+    return dict(sampler=name, B=len(lengths), forwards=out.calls, seconds=seconds,
+                forwards_per_s=out.calls / seconds, tokens_per_s=len(lengths) * G / seconds,
+                peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30 if cuda else None,
+                waits_per_forward=found.total() / out.calls,
+                driver_waits_per_forward=driver["seen"] / out.calls if cuda else None,
+                revisions=len(out.revisions),
+                where={f"{line} {op}": n for (line, op), n in found.most_common()})
+
+
+def show(row, width=14):
+    """A row of the table, or its head, as a str."""
+    return "  ".join(f"{v:>{width}.2f}" if isinstance(v, float) else
+                     f"{'-' if v is None else v!s:>{width}.{width}}" for v in row)
+
+
+def main(argv=None):
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--shape", choices=benchmark.SHAPES, default="llada-8b")
+    cli.add_argument("--device", default="cuda")
+    cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     cli.add_argument("--gen-length", type=int, default=64)
     cli.add_argument("--json", type=Path)
-    args = cli.parse_args()
-    if not torch.cuda.is_available():
+    args, begun = cli.parse_args(argv), time.perf_counter()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("skipped: torch sees no CUDA device here")
-        return
-    torch.set_grad_enabled(False)
-    error = dual_view_error(torch.bfloat16, "cuda")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; "
-          f"dual view off by {error:.4f}")
-    assert error < 0.02, error
-    denoiser, rows = benchmark.build(args.shape, "cuda", torch.bfloat16), []
-    for name, knobs in benchmark.SAMPLERS.items():
-        for lengths in ([40], [40, 23, 31, 9]):
-            g = torch.Generator().manual_seed(1)
-            prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
-
-            def decode(prompts=prompts, name=name, knobs=knobs):
-                return dlm_spec.SAMPLERS[name](denoiser, prompts, gen_length=args.gen_length,
-                                               block_length=32, **knobs)
-
-            decode()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            out = decode()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            assert (out.sequences != denoiser.mask_id).all()
-            assert out.commit_confidence.isfinite().all()
-            rows.append(dict(sampler=name, B=len(lengths), forwards=out.calls, seconds=seconds,
-                             forwards_per_second=out.calls / seconds,
-                             tokens_per_second=len(lengths) * args.gen_length / seconds,
-                             peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30,
-                             read_backs_per_forward=read_backs(decode) / out.calls))
-            print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}"
-                            for k, v in rows[-1].items()), flush=True)
+        return None
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
+    with torch.no_grad():
+        dtype = getattr(torch, args.dtype)
+        denoiser = benchmark.build(args.shape, args.device, dtype)
+        c = denoiser.model.config
+        layer = layer_error(dtype, args.device, H=c.num_attention_heads, d=c.head_dim)
+        seeds, plain = forward_error(denoiser)
+        print(f"{device}, torch {torch.__version__}, {args.shape}, {args.dtype}: dual view off by "
+              f"{layer:.4f} in a layer, {seeds:.1e} of the logits (a plain forward {plain:.1e})")
+        assert layer < 0.02, layer
+        assert seeds < 2 * plain + 1e-5, (seeds, plain)
+        rows = []
+        for name, knobs in benchmark.SAMPLERS.items():
+            for lengths in ([40], [40, 23, 31, 9]):
+                rows.append(measure(denoiser, name, knobs, lengths, args.gen_length))
+                cells = {k: v for k, v in rows[-1].items() if k != "where"}
+                if len(rows) == 1:
+                    print(show(k.replace("_per_", "/") for k in cells))
+                print(show(cells.values()), flush=True)
+    result = dict(device=device, torch=torch.__version__, shape=args.shape, dtype=args.dtype,
+                  layer_error=layer, forward_error=seeds, plain_error=plain, rows=rows,
+                  minutes=(time.perf_counter() - begun) / 60)
+    print(f"{result['minutes']:.1f} minutes in all")
     if args.json:
-        args.json.write_text(json.dumps(dict(device=torch.cuda.get_device_name(),
-                                             torch=torch.__version__, dual_view_error=error,
-                                             rows=rows), indent=1))
+        args.json.write_text(json.dumps(result, indent=1))
+    return result
 
 
 if __name__ == "__main__":

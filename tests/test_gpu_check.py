@@ -1,0 +1,74 @@
+"""gpu_check.py itself: on a CPU every line of it runs at a small shape; with a CUDA device it runs
+as it stands."""
+import json
+from pathlib import Path
+
+import gpu_check
+import pytest
+import torch
+from helpers import VOCAB, M, Table
+from waits import waits
+
+import dlm_spec
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="torch sees no CUDA device here")
+def test_a_llada_8b_decodes_on_a_cuda_device_in_four_minutes():
+    result = gpu_check.main([])
+    assert result["minutes"] < 4
+    for row in result["rows"]:      # the count without a device leaves out nothing large
+        assert row["driver_waits_per_forward"] <= 1.1 * row["waits_per_forward"] + 1, row
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_without_a_cuda_device_it_says_so_and_ends(capsys):
+    assert gpu_check.main([]) is None
+    assert capsys.readouterr().out == "skipped: torch sees no CUDA device here\n"
+
+
+def test_on_a_cpu_it_runs_whole_at_a_small_shape(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    result = gpu_check.main(["--device", "cpu", "--shape", "mini", "--gen-length", "4",
+                             "--json", str(file)])
+    assert json.loads(file.read_text()) == result
+    assert {(r["sampler"], r["B"]) for r in result["rows"]} == {
+        (name, B) for name in dlm_spec.SAMPLERS for B in (1, 4)}
+    assert all(r["forwards"] > 0 and r["waits_per_forward"] > 0 for r in result["rows"])
+    table = capsys.readouterr().out.splitlines()[1:-1]
+    assert len(table) == 15 and len({len(line) for line in table}) == 1
+
+
+def test_a_dual_view_without_its_correction_is_caught(monkeypatch):
+    assert gpu_check.layer_error(torch.bfloat16, "cpu", H=2, L=40, d=64) < .02
+    monkeypatch.setattr(dlm_spec.DualView, "correct", lambda self, out, *_: out)
+    assert gpu_check.layer_error(torch.bfloat16, "cpu", H=2, L=40, d=64) > .5
+
+
+@pytest.mark.parametrize("f, n", [
+    (lambda x: bool(x.any()), 1), (lambda x: int(x.max()), 1), (lambda x: x.tolist(), 1),
+    (lambda x: x.cpu(), 1), (lambda x: x.nonzero(), 1), (lambda x: x[x > 2], 1),
+    (lambda x: torch.bincount(x), 1), (lambda x: torch.equal(x, x), 1), (lambda x: 3 in x, 1),
+    (lambda x: torch.tensor([3, 4], device=x.device), 1), (lambda x: x.unique(), 1),
+    (lambda x: x.__setitem__(x > 2, x[:1]), 1), (lambda x: x.__setitem__(x > 2, 0), 0),
+    (lambda x: x.masked_fill(x > 2, 0), 0), (lambda x: x.masked_scatter(x > 2, x), 0),
+    (lambda x: x[x.argsort()], 0), (lambda x: x.max() + x.sum(), 0),
+    (lambda x: torch.where(x > 2, x, 0), 0), (lambda x: x[None] * 2, 0)],
+    ids=["truth", "number", "tolist", "cpu", "nonzero", "mask", "bincount", "equal", "in", "upload",
+         "unique", "put tensor", "put number", "masked_fill", "masked_scatter", "gather",
+         "reductions", "where", "view"])
+def test_what_makes_a_host_wait_is_counted_and_nothing_else(f, n):
+    x = torch.arange(6)
+    with waits() as found:
+        f(x)
+    assert found.total() == n, found
+
+
+def test_waits_of_a_decode_have_lines_of_the_module():
+    table = Table(torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(0)))
+    with waits() as found:
+        dlm_spec.sample_llada(dlm_spec.Denoiser(table, M), [[1]], gen_length=8, steps=4)
+    source = Path(dlm_spec.__file__).read_text().splitlines()
+    assert found and all(0 < line <= len(source) for line, _ in found)
