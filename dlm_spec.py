@@ -526,11 +526,10 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None):
 
 def rows_with(ask):
     """The rows of ask (B, L) bool with any True, (R,); None: all of them, which need no copying."""
-    live = ask.any(1)
-    n = int(live.sum())
-    if n == 0:
+    rows = ask.any(1).nonzero()[:, 0]
+    if len(rows) == 0:
         raise ValueError("ask is False everywhere: there is nothing to forward")
-    return None if n == len(ask) else live.nonzero()[:, 0]
+    return None if len(rows) == len(ask) else rows
 
 
 def earlier_too(window, shift):
@@ -1045,15 +1044,17 @@ class Recorder:
     def revisions(self):
         """The log as a list of Revision."""
         out, open_ = [], {}
-        for nfe, x, where, kind in self.log:
-            rows, columns = where.nonzero(as_tuple=True)
-            for row, i, token in zip(rows.tolist(), columns.tolist(), x[where].tolist()):
-                if kind != "commit":
-                    open_[row, i] = len(out)
-                    out.append(Revision(row, int(nfe[row]), i, token, kind, -1))
-                elif (row, i) in open_:
-                    j = open_.pop((row, i))
-                    out[j] = out[j]._replace(new=token)
+        if not self.log:
+            return out
+        nfe, x, where, kinds = zip(*self.log)       # read from the device at once
+        nfe, x, where = torch.stack(nfe).tolist(), torch.stack(x), torch.stack(where)
+        for (i, row, position), token in zip(where.nonzero().tolist(), x[where].tolist()):
+            if kinds[i] != "commit":
+                open_[row, position] = len(out)
+                out.append(Revision(row, nfe[i][row], position, token, kinds[i], -1))
+            elif (row, position) in open_:
+                j = open_.pop((row, position))
+                out[j] = out[j]._replace(new=token)
         return out
 
     def step(self, x, committed, confidence, full=None):
@@ -1729,7 +1730,7 @@ def dependence(maps, probe, masks, drafted, candidates, shift=False):
     """
     if not isinstance(maps, Tensor):        # no attention to look at
         return torch.zeros(2, *masks.shape, device=masks.device)
-    live = probe.any(1)
+    live = probe.any(1).nonzero()[:, 0]
     at, n = columns_of(probe[live]), probe[live].sum(1, keepdim=True)
     readers = F.pad(masks[:, 1:], (0, 1)) if shift else masks       # the rows where masks are read
     weight = readers[live].gather(1, at) & (torch.arange(at.shape[1], device=at.device) < n)
