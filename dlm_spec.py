@@ -881,7 +881,9 @@ def propose(denoiser, x, ask, logits, *, temperature=0.0, remasking="low_confide
     Returns tokens (x where not asked), confidence (1 where not asked), and score, by which
     samplers choose: the confidence, but -inf for an eos that is postponed.
     """
-    rows = ask.nonzero()[:, 0]
+    rows = None         # of each candidate; who needs it waits for the device
+    if logits_processor is not None or isinstance(generator, (list, tuple)):
+        rows = ask.nonzero()[:, 0]
     if suppress_eos:
         logits[:, denoiser.eos_ids[0]] = -torch.inf
     if logits_processor is not None:
