@@ -1350,12 +1350,13 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
             masks = block & (x == denoiser.mask_id)
             due = s.due(masks.any(1))
             drafting = masks.any(1) & ~due
-            if not (due | drafting).any():
+            parts = {"verify": due, "full": drafting & ~s.stored, "window": drafting & s.stored}
+            some = torch.stack([rows.any() for rows in parts.values()]).tolist()
+            if not any(some):
                 break
-            for kind, rows in (("verify", due), ("full", drafting & ~s.stored),
-                               ("window", drafting & s.stored)):
+            for kind, rows in itertools.compress(parts.items(), some):
                 ask = masks & rows[:, None]
-                if kind == "verify" and rows.any():
+                if kind == "verify":
                     checked = s.to_check(rows, block & ~masks)
                     if view == "cover":
                         checked = eligible(checked, s.shown == x, ask, denoiser.shift)
@@ -1365,14 +1366,12 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                                                 kv if drafter is None else None, record, rows)
                     remask = s.judge(checked, judged, x)
                     record.revise(x, remask, "remask")
-                elif ask.any():
+                else:
                     window = s.window(block, visible & (x == denoiser.mask_id), cache, kind)
                     s.show(rows, x, window)
                     logits = (drafter or denoiser)(x, ask, visible, kv=kv, window=window,
                                                    work=record.work)
                     checked = remask = torch.zeros_like(ask)
-                else:
-                    continue
                 verify_nfe = verify_nfe + (rows if kind == "verify" else 0)
                 tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
                 commit = (by_factor(score, ask, factor) if factor is not None
