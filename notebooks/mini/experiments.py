@@ -61,12 +61,12 @@ CHOSEN = [      # one setting of each method, for all families
 NAMES = {"llada": "LLaDA", "fast_dllm": "threshold", "dkv": "dKV", "wino": "WINO",
          "dual_diffusion": "DualDiffusion", "saber": "Saber", "cover": "COVER"}
 CURVES = [      # more settings of each, for cost against accuracy on MiniMath
-    *(("cover", dict(threshold=t, **CHECKED)) for t in (0.5, 0.7)),
-    *(("fast_dllm", dict(threshold=t)) for t in (0.5, 0.7, 0.8)), ("wino", dict(threshold=0.5)),
-    *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.5, 0.7, 0.9)),
-    *(("dual_diffusion", dict(threshold=t, cache=None, **DRAFT)) for t in (0.4, 0.6)),
-    *(("dual_diffusion", dict(threshold=t, **DUAL, **DRAFT)) for t in (0.5, 0.7)),
-    ("cover", dict(threshold=0.5)), ("saber", dict(n=4)), ("wino", dict(threshold=0.3))]
+    ("cover", dict(threshold=0.5, **CHECKED)), ("fast_dllm", dict(threshold=0.7)),
+    ("wino", dict(threshold=0.5)), *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)),
+    ("saber", dict(n=4)), ("dual_diffusion", dict(threshold=0.6, cache=None, **DRAFT)),
+    ("cover", dict(threshold=0.5)), ("dual_diffusion", dict(threshold=0.7, **DUAL, **DRAFT)),
+    ("cover", dict(threshold=0.7, **CHECKED)), ("fast_dllm", dict(threshold=0.5)),
+    ("wino", dict(threshold=0.3)), ("dual_diffusion", dict(threshold=0.4, cache=None, **DRAFT))]
 
 
 def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
