@@ -1,13 +1,15 @@
 """Models and rules that do not cooperate: what test_properties.py does not have yet."""
+import inspect
 import math
 
 import pytest
 import torch
-from helpers import M, Table
+from helpers import M, Table, random_ids, tiny_llama
+from test_cover import lively
 from test_numerics import VARIANTS
 from test_properties import check, flips, moody, one_token, uniform, wants_the_mask
 
-from dlm_spec import SAMPLERS, Denoiser
+from dlm_spec import SAMPLERS, Denoiser, verify_kl, verify_trust
 
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 MODELS = dict(uniform=lambda: uniform, mask=lambda: wants_the_mask, one=lambda: one_token,
@@ -91,3 +93,74 @@ def test_a_model_that_wants_only_the_end_ends(name):
                 else (out.generated != 5).all())
     out = SAMPLERS[name](d, [[1, 2]], gen_length=9, block_length=3, early_stop=True)
     assert (out.generated == 5).all() and (out.commit_step[0, 5:] == 0).all()
+
+
+# -------------------------------------------------- what every sampler does with its arguments
+
+AT_ONCE = {"llada": dict(steps=1), "saber": dict(n=4)}
+
+
+@every_sampler
+def test_every_row_is_sampled_at_a_temperature(name):
+    """CASES 5: rows peaked on ids 3 and 7, by their prompts, give 3s and 7s."""
+    def peaked(ids, position_ids):
+        want = torch.where(ids[:, :1] == 1, 3, 7).expand_as(ids)
+        return torch.zeros(*ids.shape, 40).scatter(2, want[..., None], 50.0)
+    out = SAMPLERS[name](Denoiser(Table(peaked), M), [[1], [2]], gen_length=4, temperature=1.0,
+                         **AT_ONCE.get(name, dict(threshold=0.0)))
+    assert out.generated.tolist() == [[3] * 4, [7] * 4]
+
+
+@every_sampler
+def test_a_row_that_is_full_stays_as_it_is(name):
+    """CASES 6: B=2, one row without masks."""
+    out = SAMPLERS[name](Denoiser(tiny_llama(1), M), [[5, 6, 7], [5, M, M]], gen_length=0)
+    assert out.sequences[0].tolist() == [5, 6, 7] and int(out.nfe[0]) == 0 < int(out.nfe[1])
+    assert (out.sequences != M).all()
+
+
+SHARED = [dict(block_length=6), dict(temperature=2.0), dict(suppress_eos=True),
+          dict(postpone_eos=True), dict(early_stop=True),
+          dict(logits_processor=lambda x, logits: -logits)]
+OTHERS = {
+    "llada": [dict(steps=8), dict(remasking="margin"), dict(remasking="entropy"),
+              dict(remasking="random"), dict(cfg_scale=1.0),
+              dict(temperature=2.0, tempered_confidence=True)],
+    "fast_dllm": [dict(threshold=.2), dict(factor=1.5), dict(cache="prefix"), dict(cache="dual")],
+    "dkv": [dict(threshold=.2), dict(steps=8), dict(refresh=2)],
+    "dual_diffusion": [dict(threshold=.2), dict(factor=1.5), dict(draft_steps=1), dict(cache=None),
+                       dict(cache="prefix"), dict(cache="dkv"), dict(verify=verify_trust),
+                       dict(verify=verify_kl), dict(view="visible"), dict(view="cover"),
+                       dict(drafter=Denoiser(tiny_llama(1), M, eos_ids=(8, 12))),
+                       dict(max_revisions=0), dict(max_rounds=1), dict(adaptive=True)],
+    "wino": [dict(threshold=.2), dict(threshold_back=.3)],
+    "saber": [dict(n=5)],
+    "cover": [dict(threshold=.3), dict(tau_replace=.2), dict(tau_remask=1.0), dict(max_seeds=1),
+              dict(seed_share=.9), dict(min_score=3.5), dict(max_checks=1), dict(spacing=9),
+              dict(closing=4), dict(uncertainty="commit"), dict(probe_layers=(0,)),
+              dict(cache="dual"), dict(cache="dual", refresh=2),
+              dict(score=lambda u, d_in, d_out: 9 - u)],
+}
+NO_RULE = {"denoiser", "prompt", "attention_mask", "gen_length", "generator", "callback", "history",
+           "streamer"}
+
+
+@every_sampler
+@torch.no_grad()
+def test_every_keyword_changes_something(name):
+    """CASES 27: each value gives another decode than the defaults, and than all others here; no
+    keyword of a sampler is missing."""
+    d = Denoiser(lively(tiny_llama, 3, dtype=torch.float64), M, eos_ids=(8, 12))
+    seen = {}
+    base = dict(gen_length=32, block_length=16)
+    if name == "cover":
+        base = dict(gen_length=48, block_length=48, threshold=.6, tau_remask=.1)
+    for knobs in [{}, *SHARED, *OTHERS[name]]:
+        out = SAMPLERS[name](d, random_ids(6, 4), **{**base, **knobs},
+                             generator=torch.Generator().manual_seed(0))
+        what = str((out.sequences.tolist(), out.revisions, out.positions.tolist(),
+                    out.commit_step.tolist()))
+        assert what not in seen, (knobs, seen[what])
+        seen[what] = knobs
+    given = {k for knobs in SHARED + OTHERS[name] for k in knobs}
+    assert given == inspect.signature(SAMPLERS[name]).parameters.keys() - NO_RULE

@@ -487,21 +487,6 @@ def test_cover_without_seeds_is_threshold_decoding():
         assert torch.equal(out.positions, want.positions) and not out.revisions
 
 
-def test_every_keyword_of_cover_changes_something():
-    """CASES 27."""
-    d = Denoiser(lively(tiny_llama, 3, dtype=torch.float64), M)
-    base = dict(gen_length=48, block_length=48, threshold=.6, tau_replace=.9, tau_remask=.1)
-    def run(**knobs):
-        out = sample_cover(d, random_ids(6, 4), **(base | knobs))
-        return out.sequences.tolist(), out.revisions, out.positions.tolist()
-    want = run()
-    for knobs in (dict(threshold=.3), dict(tau_replace=.2), dict(tau_remask=1.0),
-                  dict(max_seeds=1), dict(seed_share=.9), dict(min_score=3.5), dict(max_checks=1),
-                  dict(uncertainty="commit"), dict(probe_layers=(0,)), dict(cache="dual"),
-                  dict(score=lambda u, d_in, d_out: -u + 9)):
-        assert run(**knobs) != want, knobs
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.integers(0, 5), st.integers(0, 3),
        st.sampled_from([None, "prefix", "dual"]), st.booleans(), st.integers(0, 99))
@@ -632,14 +617,18 @@ def test_wino_commits_at_most_twenty():
     assert torch.bincount(out.commit_step[0])[1:].tolist() == [20, 14, 5, 1]
 
 
-def test_fewer_are_remasked_than_committed(monkeypatch):
-    """The cap that judge_seeds is given is one fewer than the forward's commits."""
-    caps, commits, judge = [], [], dlm_spec.judge_seeds
-    def spy(*args, most, **knobs):
+def test_fewer_are_checked_and_remasked_than_committed(monkeypatch):
+    """Per row and forward there are fewer seeds than commits in the forward before; the cap on
+    re-masks is one fewer than the forward's own commits."""
+    caps, seeds, commits, judge = [], [], [], dlm_spec.judge_seeds
+    def spy(d, x, checked, *args, most, **knobs):
         caps.append(most.tolist())
-        return judge(*args, most=most, **knobs)
+        seeds.append(checked.sum(1).tolist())
+        return judge(d, x, checked, *args, most=most, **knobs)
     monkeypatch.setattr(dlm_spec, "judge_seeds", spy)
     sample_cover(Denoiser(lively(tiny_llama, 3), M), [[1, 2], [3]], gen_length=32, block_length=16,
-                 threshold=.6, tau_replace=1.0,
+                 threshold=.6, tau_replace=1.0, seed_share=1.0, max_seeds=16,
                  callback=lambda s: commits.append(s["committed"].sum(1).tolist()))
     assert caps == [[n - 1 for n in row] for row in commits] and max(map(max, caps)) > 0
+    pairs = [(n, cap) for row, then in zip(caps, seeds[1:]) for cap, n in zip(row, then)]
+    assert all(n <= max(cap, 0) for n, cap in pairs) and any(n == cap > 0 for n, cap in pairs)
