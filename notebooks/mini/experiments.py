@@ -158,6 +158,19 @@ def paired(a, b):
     return 100 * mean, 100 * (mean - half), 100 * (mean + half)
 
 
+def at_equal_cost(ours, rivals, cost, family="math"):
+    """A line for each test record of the decoder `ours`: its points above each of `rivals` at its
+    own cost ("nfe" or "positions"), with paired 95 % intervals, where they can be interpolated."""
+    found, lines = curves("test", family), []
+    for r in found.get(ours, []):
+        marks = {name: marks_at(found.get(name, []), cost, r[cost]) for name in rivals}
+        points = [f"{name} {d:+.1f} [{low:+.1f}, {high:+.1f}]" for name, m in marks.items() if m
+                  for d, low, high in [paired(r["marks"], m)]]
+        lines.append(f"{ours} {setting(r)}, {r[cost]:.{1 if cost == 'nfe' else 0}f}: "
+                     + ("; ".join(points) or "none has settings on both sides"))
+    return lines
+
+
 def table(families=tasks.FAMILIES, samplers=tuple(NAMES)):
     """The records of the test split as a markdown table: accuracy, paired difference from one token
     per forward, forwards, positions, share of effective revisions."""
