@@ -71,7 +71,7 @@ def main():
           f"dual view off by {error:.4f}")
     assert error < 0.02, error
     denoiser, rows = benchmark.build(args.shape, "cuda", torch.bfloat16), []
-    for name, knobs in benchmark.SAMPLERS.items():
+    for label, (name, knobs) in benchmark.SAMPLERS.items():
         for lengths in ([40], [40, 23, 31, 9]):
             g = torch.Generator().manual_seed(1)
             prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
@@ -89,7 +89,7 @@ def main():
             seconds = time.perf_counter() - start
             assert (out.sequences != denoiser.mask_id).all()
             assert out.commit_confidence.isfinite().all()
-            rows.append(dict(sampler=name, B=len(lengths), forwards=out.calls, seconds=seconds,
+            rows.append(dict(sampler=label, B=len(lengths), forwards=out.calls, seconds=seconds,
                              forwards_per_second=out.calls / seconds,
                              tokens_per_second=len(lengths) * args.gen_length / seconds,
                              peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30,
