@@ -2,11 +2,11 @@
 """What a step costs: every figure a median of ratios of two runs side by side, so that a slow or
 shared machine changes both sides alike.
 
-    python tests/benchmark.py                            # medium shape, about 10 minutes on a CPU
+    python tests/benchmark.py                            # medium shape on a CPU
     python tests/benchmark.py --shape llada-8b --device cuda --dtype bfloat16 --json out.json
 
-    overhead   a sampler's wall time / that of its own forwards replayed bare: same canvases, same
-               positions, same keys and values
+    overhead   a sampler's wall time / that of its own forwards alone, run bare: same canvases,
+               same positions, same keys and values
     kinds      one forward of each kind / a plain full forward
     head       token and confidence of 32 of 128 positions at V = 126,464, and of all of them,
                against softmax of the whole (B, L, V) in float64: seconds and peak of memory
@@ -60,19 +60,20 @@ def build(shape, device, dtype, V=None):
     return Denoiser(model, config.vocab_size - 1)
 
 
-def wait(device):
-    """Until the device is idle."""
+def now(device):
+    """A clock in seconds, once the device is idle. On a CPU with one thread it counts this
+    process's own CPU time, which other processes hardly change."""
     if str(device).startswith("cuda"):
         torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def seconds(f, device):
-    """Wall time of f()."""
-    wait(device)
-    start = time.perf_counter()
+    """Time of f()."""
+    start = now(device)
     f()
-    wait(device)
-    return time.perf_counter() - start
+    return now(device) - start
 
 
 def ratio(a, b, device, repeats):
@@ -85,34 +86,37 @@ def ratio(a, b, device, repeats):
 
 
 def overhead(denoiser, label, prompt, G, repeats):
-    """A decode against its forwards alone."""
-    (name, knobs), seen = SAMPLERS[label], []
-    inner, begin = Denoiser._forward, KVCache.begin
+    """A decode against its forwards alone: each is run once more, bare, right after itself (a
+    forward stores the same keys and values twice), and the decode's time is what is left."""
+    name, knobs = SAMPLERS[label]
+    inner, begin, device, bare, found = (Denoiser._forward, KVCache.begin, denoiser.device, [], [])
 
-    def record(self, x, row, column, mask, position_ids, kv):
-        seen.append((x.clone(), row, column, mask, position_ids, kv, kv and kv.last))
-        return inner(self, x, row, column, mask, position_ids, kv)
+    def twice(self, x, row, column, mask, position_ids, kv):
+        def forward():
+            return inner(self, x, row, column, mask, position_ids, kv)
+
+        logits = forward()
+        if kv is not None:
+            begin(kv, *kv.last[0], **kv.last[1])
+        bare.append(seconds(forward, device))
+        return logits
 
     def remember(self, *a, **k):
         self.last = (a, k)
         return begin(self, *a, **k)
 
     def decode():
-        return dlm_spec.SAMPLERS[name](denoiser, prompt, gen_length=G, block_length=32, **knobs)
+        dlm_spec.SAMPLERS[name](denoiser, prompt, gen_length=G, block_length=32, **knobs)
 
-    Denoiser._forward, KVCache.begin = record, remember
+    Denoiser._forward, KVCache.begin = twice, remember
     try:
-        out = decode()
+        for _ in range(repeats):
+            bare.clear()
+            whole = seconds(decode, device)
+            found.append(whole / sum(bare) - 1)
     finally:
         Denoiser._forward, KVCache.begin = inner, begin
-
-    def replay():
-        for x, row, column, mask, position_ids, kv, last in seen:
-            if kv is not None:
-                kv.begin(*last[0], **last[1])
-            inner(denoiser, x, row, column, mask, position_ids, kv)
-
-    return dict(ratio=ratio(decode, replay, denoiser.device, repeats), forwards=out.calls)
+    return dict(ratio=statistics.median(found), forwards=len(bare))
 
 
 def kinds(denoiser, L, B, repeats):
@@ -203,8 +207,7 @@ def cover_step(denoiser, L, B, repeats, G=64):
         plain, times = seconds(lambda: denoiser(x, ask), device), []
 
         def clock(step, times=times):
-            wait(device)
-            times.append(time.perf_counter())
+            times.append(now(device))
             if len(times) == 4:
                 raise Enough
 
@@ -233,12 +236,11 @@ def speed(device, repeats, n=8, G=64):
     found = [[] for _ in experiments.CHOSEN]
     for _ in range(repeats + 1):
         for (name, knobs), rates in zip(experiments.CHOSEN, found):
-            wait(device)
-            start = time.perf_counter()
+            start = now(device)
             out = dlm_spec.SAMPLERS[name](denoiser, prompts, attention_mask=mask,
                                           **{"gen_length": G, "block_length": G} | knobs)
             tokens = float((out.tokens_per_forward * out.nfe).sum())
-            rates.append(tokens / (time.perf_counter() - start))
+            rates.append(tokens / (now(device) - start))
     return [dict(sampler=name, knobs=knobs,
                  faster=statistics.median(r / one for r, one in zip(rates[1:], found[0][1:])))
             for (name, knobs), rates in zip(experiments.CHOSEN, found)]
@@ -267,16 +269,19 @@ def main():
     cli.add_argument("--shape", choices=SHAPES, default="medium")
     cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    cli.add_argument("--threads", type=int, help="of a CPU; 1 measures CPU time")
     cli.add_argument("--repeats", type=int, default=5)
     cli.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     cli.add_argument("--json", type=Path)
     args = cli.parse_args()
     torch.set_grad_enabled(False)
+    torch.set_num_threads(args.threads or torch.get_num_threads())
     denoiser = build(args.shape, args.device, getattr(torch, args.dtype))
     prompt = torch.randint(0, denoiser.mask_id, (1, 224), device=denoiser.device)
+    denoiser(prompt, prompt >= 0)       # a first forward is slow
     few = max(args.repeats // 2, 1)
     measure = {
-        "overhead": lambda: {label: overhead(denoiser, label, prompt, 32, few + 1)
+        "overhead": lambda: {label: overhead(denoiser, label, prompt, 32, few)
                              for label in SAMPLERS},
         "kinds": lambda: kinds(denoiser, 256, 1, args.repeats),
         "head": lambda: head(args.device, args.repeats),
