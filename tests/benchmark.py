@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""What a step costs: every figure a ratio of medians within one run, so that a slow or shared
-machine changes both sides alike.
+"""What a step costs: every figure a median of ratios of two runs side by side, so that a slow or
+shared machine changes both sides alike.
 
-    python tests/benchmark.py                            # medium shape on a CPU, minutes
+    python tests/benchmark.py                            # medium shape on a CPU
     python tests/benchmark.py --shape llada-8b --device cuda --dtype bfloat16 --json out.json
 
-    overhead   a sampler's wall time / that of its own forwards replayed bare: same canvases, same
-               positions, same keys and values
+    overhead   a sampler's wall time / that of its own forwards alone, run bare: same canvases,
+               same positions, same keys and values
     kinds      one forward of each kind / a plain full forward
-    head       token and confidence at V = 126,464 / softmax of the whole (B, L, V) in float64:
-               seconds and largest temporary
-    scaling    seconds of a COVER step / of a bare forward, over L and B
-    batch      rows per second in a batch of 8 / one by one
+    head       token and confidence of 32 of 128 positions at V = 126,464, and of all of them,
+               against softmax of the whole (B, L, V) in float64: seconds and peak of memory
+    scaling    a COVER step, all that its loop does included, / a plain forward, over L, B and V
+    speed      tokens per second / those of one token per forward, embedded model, chosen settings
+    batch      rows per second in a batch of 8 / one by one, embedded model
 """
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -24,82 +26,97 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks" / "mini")]
+import experiments
+import tasks
+
 import dlm_spec
 from dlm_spec import Denoiser, KVCache
 
 SHAPES = {      # d, layers, heads, intermediate, vocabulary
     "mini": (192, 7, 4, 512, 512), "medium": (768, 12, 12, 2048, 8192),
     "llada-8b": (4096, 32, 32, 12288, 126464)}
-SAMPLERS = {
-    "llada": dict(steps=16), "fast_dllm": dict(threshold=0.9), "dkv": dict(threshold=0.9),
-    "dual_diffusion": dict(threshold=0.5), "wino": {}, "saber": {}, "cover": {}}
+SAMPLERS = {    # label: sampler, knobs
+    "llada": ("llada", dict(steps=8)), "fast_dllm": ("fast_dllm", {}),
+    "fast_dllm, prefix": ("fast_dllm", dict(cache="prefix")),
+    "fast_dllm, dual": ("fast_dllm", dict(cache="dual")), "dkv": ("dkv", {}),
+    "dual_diffusion": ("dual_diffusion", dict(threshold=0.5)), "wino": ("wino", {}),
+    "saber": ("saber", {}), "cover": ("cover", {}), "cover, dual": ("cover", dict(cache="dual"))}
 
 
-def build(shape, device, dtype):
-    """A random model of a shape, weights made on the device; sharp enough to vary its answers."""
-    d, layers, heads, inner, V = SHAPES[shape]
-    config = LlamaConfig(vocab_size=V, hidden_size=d, num_hidden_layers=layers,
+def build(shape, device, dtype, V=None):
+    """A random model of a shape, weights made on the device, large enough that attention and
+    confidence vary from position to position."""
+    d, layers, heads, inner, vocabulary = SHAPES[shape]
+    config = LlamaConfig(vocab_size=V or vocabulary, hidden_size=d, num_hidden_layers=layers,
                          num_attention_heads=heads, num_key_value_heads=heads,
                          intermediate_size=inner, max_position_embeddings=8192,
-                         tie_word_embeddings=False)
+                         initializer_range=2 * d ** -.5, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.lm_head.weight.data.mul_(20)
-    return Denoiser(model, V - 1)
+    model.lm_head.weight.data.mul_(4)       # logits with a deviation of 8
+    return Denoiser(model, config.vocab_size - 1)
 
 
-def wait(device):
-    """Until the device is idle."""
+def now(device):
+    """A clock in seconds, once the device is idle. On a CPU with one thread it counts this
+    process's own CPU time, which other processes hardly change."""
     if str(device).startswith("cuda"):
         torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def seconds(f, device):
+    """Time of f()."""
+    start = now(device)
+    f()
+    return now(device) - start
 
 
 def ratio(a, b, device, repeats):
-    """Median seconds of a() / those of b(), run in turns after a warm-up; and b's."""
-    times = [], []
+    """Median of seconds of a() / seconds of b(), in turns, a first and b first, after a warm-up."""
+    found = []
     for i in range(repeats + 1):
-        for f, kept in zip((a, b), times):
-            wait(device)
-            start = time.perf_counter()
-            f()
-            wait(device)
-            if i:
-                kept.append(time.perf_counter() - start)
-    x, y = map(statistics.median, times)
-    return x / y, y
+        times = {j: seconds((a, b)[j], device) for j in ((0, 1) if i % 2 else (1, 0))}
+        found.append(times[0] / times[1])
+    return statistics.median(found[1:])
 
 
-def overhead(denoiser, name, knobs, prompt, G, repeats):
-    """A decode against its forwards alone."""
-    seen, inner, begin = [], Denoiser._forward, KVCache.begin
+def overhead(denoiser, label, prompt, G, repeats):
+    """A decode against its forwards alone: each is run once more, bare, right after itself (a
+    forward stores the same keys and values twice), and the decode's time is what is left."""
+    name, knobs = SAMPLERS[label]
+    inner, begin, device, bare, found = (Denoiser._forward, KVCache.begin, denoiser.device, [], [])
 
-    def record(self, x, row, column, mask, position_ids, kv):
-        seen.append((x.clone(), row, column, mask, position_ids, kv, kv and kv.last))
-        return inner(self, x, row, column, mask, position_ids, kv)
+    def twice(self, x, row, column, mask, position_ids, kv):
+        def forward():
+            return inner(self, x, row, column, mask, position_ids, kv)
+
+        logits = forward()
+        if kv is not None:
+            begin(kv, *kv.last[0], **kv.last[1])
+        bare.append(seconds(forward, device))
+        return logits
 
     def remember(self, *a, **k):
         self.last = (a, k)
         return begin(self, *a, **k)
 
     def decode():
-        return dlm_spec.SAMPLERS[name](denoiser, prompt, gen_length=G, block_length=32, **knobs)
+        dlm_spec.SAMPLERS[name](denoiser, prompt, gen_length=G, block_length=32, **knobs)
 
-    Denoiser._forward, KVCache.begin = record, remember
+    Denoiser._forward, KVCache.begin = twice, remember
     try:
-        out = decode()
+        for _ in range(repeats):
+            bare.clear()
+            whole = seconds(decode, device)
+            found.append(whole / sum(bare) - 1)
     finally:
         Denoiser._forward, KVCache.begin = inner, begin
-
-    def replay():
-        for x, row, column, mask, position_ids, kv, last in seen:
-            if kv is not None:
-                kv.begin(*last[0], **last[1])
-            inner(denoiser, x, row, column, mask, position_ids, kv)
-
-    r, _ = ratio(decode, replay, denoiser.device, repeats)
-    return dict(ratio=r, forwards=out.calls)
+    return dict(ratio=statistics.median(found), forwards=len(bare))
 
 
 def kinds(denoiser, L, B, repeats):
@@ -121,24 +138,25 @@ def kinds(denoiser, L, B, repeats):
         return torch.zeros_like(block).scatter(1, at, True)
 
     forms = {
+        "plain": plain,
         "full, storing": lambda: denoiser(x, block, kv=kv),
         "prefix window": lambda: denoiser(x, block, kv=kv, window=column >= L // 2),
-        "dual window of 32": lambda: denoiser(x, block, kv=kv, window=block),
         "delayed, 64 positions": lambda: denoiser(x, block, kv=kv,
                                                   window=block | (column >= L - 32)),
+        "dual window of 32": lambda: denoiser(x, block, kv=kv, window=block),
         "shadow block of 32": lambda: denoiser.leave_one_out(x, block, block),
         "shadow of 8 tokens": lambda: denoiser.leave_one_out(x, block, seeds(8)),
         "probe layers": lambda: denoiser(x, block, kv=kv, probe=block),
         **{f"dual view, {n} seeds": lambda n=n: denoiser(x, block, kv=kv, seeds=seeds(n))
-           for n in (4, 8, 16)},
+           for n in (0, 4, 8, 16)},
         "dual view, 8 seeds, probes": lambda: denoiser(x, block, kv=kv, seeds=seeds(8),
                                                        probe=block),
     }
-    return {name: ratio(f, plain, device, repeats)[0] for name, f in forms.items()}
+    return {name: ratio(f, plain, device, repeats) for name, f in forms.items()}
 
 
-def largest(f, device):
-    """The largest single allocation of f(), in bytes (CPU), or its peak (CUDA)."""
+def peak(f, device):
+    """The most memory that f() holds at once beyond what was there, in bytes."""
     if str(device).startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -146,20 +164,19 @@ def largest(f, device):
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
         f()
-    level = peak = 0
+    level = most = 0
     for e in p.profiler.kineto_results.events():
         if e.name() == "[memory]":
             level += e.nbytes()
-            peak = max(peak, level)
-    return peak
+            most = max(most, level)
+    return most
 
 
 def head(device, repeats, B=1, L=128, V=126_464, asked=32):
-    """Token and confidence of the asked rows, against the whole canvas in float64."""
+    """Token and confidence of the asked rows (and of all), against the whole canvas in float64."""
     g = torch.Generator(device).manual_seed(0)
     logits = torch.randn(B, L, V, generator=g, device=device)
-    ask = (torch.arange(L, device=device) >= L - asked).expand(B, L)
-    few = logits[ask]
+    few, every = logits[:, -asked:].flatten(0, 1), logits.flatten(0, 1)
 
     def textbook():
         p = logits.to(torch.float64).softmax(-1)
@@ -169,30 +186,80 @@ def head(device, repeats, B=1, L=128, V=126_464, asked=32):
     def ours():
         return dlm_spec.predict(few)
 
-    r, _ = ratio(textbook, ours, device, repeats)
-    return dict(faster=r, memory_share=largest(ours, device) / largest(textbook, device))
+    return dict(faster=ratio(textbook, ours, device, repeats),
+                faster_same_rows=ratio(textbook, lambda: dlm_spec.predict(every), device, repeats),
+                mib=peak(ours, device) / 2 ** 20, mib_textbook=peak(textbook, device) / 2 ** 20)
 
 
-def scaling(denoiser, repeats, lengths, rows):
-    """A COVER forward with 8 seeds and probes, against a plain one."""
-    return {f"L {L}, B {B}": kinds_of_cover(denoiser, L, B, repeats)
-            for L, B in [*((L, 1) for L in lengths), *((128, B) for B in rows)]}
+class Enough(Exception):
+    """Ends a decode from its callback."""
 
 
-def kinds_of_cover(denoiser, L, B, repeats):
-    """The one line of `kinds` that a COVER step is."""
-    return kinds(denoiser, L, B, repeats)["dual view, 8 seeds, probes"]
+def cover_step(denoiser, L, B, repeats, G=64):
+    """COVER's third and fourth step (the first two have no seeds) against plain forwards."""
+    device = denoiser.device
+    g = torch.Generator(device).manual_seed(1)
+    prompt = torch.randint(0, denoiser.mask_id, (B, L - G), generator=g, device=device)
+    x = torch.cat([prompt, prompt.new_full((B, G), denoiser.mask_id)], 1)
+    ask, found = x == denoiser.mask_id, []
+    denoiser(x, ask)
+    for _ in range(repeats):
+        plain, times = seconds(lambda: denoiser(x, ask), device), []
+
+        def clock(step, times=times):
+            times.append(now(device))
+            if len(times) == 4:
+                raise Enough
+
+        with contextlib.suppress(Enough):
+            dlm_spec.sample_cover(denoiser, prompt, gen_length=G, block_length=G, seed_share=1.0,
+                                  callback=clock)
+        found.append((plain, (times[3] - times[1]) / 2 / plain))
+    plain, step = map(statistics.median, zip(*found))
+    return dict(seconds=plain, step=step)
 
 
-def batch(denoiser, repeats, G=32):
-    """Rows per second in a batch of 8 against one by one."""
-    prompt = torch.randint(0, denoiser.mask_id, (8, 16), device=denoiser.device)
+def scaling(denoiser, shape, repeats):
+    """A COVER step and a plain forward over L, B and V: seconds of the latter, and their ratio."""
+    found = {"L": {L: cover_step(denoiser, L, 1, repeats) for L in (256, 512, 1024, 2048, 4096)},
+             "B": {B: cover_step(denoiser, 128, B, repeats) for B in (1, 2, 4, 8, 16, 32)}, "V": {}}
+    dtype = next(denoiser.model.parameters()).dtype
+    for V in (8192, 32768, 126464):
+        found["V"][V] = cover_step(build(shape, denoiser.device, dtype, V), 256, 1, repeats)
+    return found
 
-    def decode(rows):
-        dlm_spec.sample_llada(denoiser, rows, gen_length=G, steps=8)
 
-    return ratio(lambda: [decode(prompt[i:i + 1]) for i in range(8)], lambda: decode(prompt),
-                 denoiser.device, repeats)[0]
+def speed(device, repeats, n=8, G=64):
+    """Tokens per second of a batch of MiniMath problems, against one token per forward."""
+    denoiser = dlm_spec.load_denoiser(device=device, dtype=torch.float32)
+    prompts, mask = denoiser.encode([p.prompt for p in tasks.problems("math", "validation", n)])
+    found = [[] for _ in experiments.CHOSEN]
+    for _ in range(repeats + 1):
+        for (name, knobs), rates in zip(experiments.CHOSEN, found):
+            start = now(device)
+            out = dlm_spec.SAMPLERS[name](denoiser, prompts, attention_mask=mask,
+                                          **{"gen_length": G, "block_length": G} | knobs)
+            tokens = float((out.tokens_per_forward * out.nfe).sum())
+            rates.append(tokens / (now(device) - start))
+    return [dict(sampler=name, knobs=knobs,
+                 faster=statistics.median(r / one for r, one in zip(rates[1:], found[0][1:])))
+            for (name, knobs), rates in zip(experiments.CHOSEN, found)]
+
+
+def batch(device, repeats, n=8, G=64):
+    """Rows per second in a batch of n against one by one."""
+    denoiser = dlm_spec.load_denoiser(device=device, dtype=torch.float32)
+    prompts, mask = denoiser.encode([p.prompt for p in tasks.problems("math", "validation", n)])
+
+    def decode(prompts, mask=None):
+        dlm_spec.sample_llada(denoiser, prompts, attention_mask=mask, gen_length=G, steps=16)
+
+    rows = [p[m] for p, m in zip(prompts, mask)]
+    return ratio(lambda: [decode(row) for row in rows], lambda: decode(prompts, mask),
+                 device, repeats)
+
+
+PARTS = ("overhead", "kinds", "head", "scaling", "speed", "batch")
 
 
 def main():
@@ -202,32 +269,34 @@ def main():
     cli.add_argument("--shape", choices=SHAPES, default="medium")
     cli.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    cli.add_argument("--threads", type=int, help="of a CPU; 1 measures CPU time")
     cli.add_argument("--repeats", type=int, default=5)
-    cli.add_argument("--parts", nargs="+",
-                     default=["overhead", "kinds", "head", "scaling", "batch"])
+    cli.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     cli.add_argument("--json", type=Path)
     args = cli.parse_args()
     torch.set_grad_enabled(False)
-    denoiser, found = build(args.shape, args.device, getattr(torch, args.dtype)), {}
-    prompt = torch.randint(0, denoiser.mask_id, (1, 192), device=denoiser.device)
-    print(f"{args.shape}, {args.dtype}, {args.device}, {torch.get_num_threads()} threads, "
-          f"medians of {args.repeats}")
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    denoiser = build(args.shape, args.device, getattr(torch, args.dtype))
+    prompt = torch.randint(0, denoiser.mask_id, (1, 224), device=denoiser.device)
+    denoiser(prompt, prompt >= 0)       # a first forward is slow
+    few = max(args.repeats // 2, 1)
+    measure = {
+        "overhead": lambda: {label: overhead(denoiser, label, prompt, 32, few)
+                             for label in SAMPLERS},
+        "kinds": lambda: kinds(denoiser, 256, 1, args.repeats),
+        "head": lambda: head(args.device, args.repeats),
+        "scaling": lambda: scaling(denoiser, args.shape, few),
+        "speed": lambda: speed(args.device, few), "batch": lambda: batch(args.device, few)}
+    found = dict(shape=args.shape, dtype=args.dtype, device=args.device.split(":")[0],
+                 threads=torch.get_num_threads(), torch=torch.__version__, repeats=args.repeats)
+    print(found)
     for part in args.parts:
-        if part == "overhead":
-            found[part] = {n: overhead(denoiser, n, k, prompt, 64, max(args.repeats // 2, 1))
-                           for n, k in SAMPLERS.items()}
-        elif part == "kinds":
-            found[part] = kinds(denoiser, 256, 1, args.repeats)
-        elif part == "head":
-            found[part] = head(args.device, args.repeats)
-        elif part == "scaling":
-            found[part] = scaling(denoiser, max(args.repeats // 2, 1), (256, 512, 1024), (1, 8))
-        else:
-            found[part] = batch(denoiser, max(args.repeats // 2, 1))
-        print(f"{part}: {json.dumps(found[part], indent=2)}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(dict(vars(args), json=None, found=found), indent=1,
-                                        default=str))
+        start = time.perf_counter()
+        found[part] = measure[part]()
+        print(f"{part} ({time.perf_counter() - start:.0f} s): {json.dumps(found[part], indent=1)}",
+              flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def driver_count(device):
     count["seen"] = sum("synchronizing" in str(w.message) for w in said)
 
 
-def measure(denoiser, name, knobs, lengths, G):
+def measure(denoiser, label, name, knobs, lengths, G):
     """One sampler on prompts of these lengths: a row of the table, a dict."""
     g, device = torch.Generator().manual_seed(1), denoiser.device
     prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
@@ -124,16 +124,17 @@ def measure(denoiser, name, knobs, lengths, G):
     with driver_count(device) as driver, waits() as found:  # the warm-up too
         decode()
     cuda = device.type == "cuda"
-    benchmark.wait(device)
     if cuda:
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     out = decode()
-    benchmark.wait(device)
+    if cuda:
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     assert (out.sequences != denoiser.mask_id).all(), name
     assert out.commit_confidence.isfinite().all(), name
-    return dict(sampler=name, B=len(lengths), forwards=out.calls, seconds=seconds,
+    return dict(sampler=label, B=len(lengths), forwards=out.calls, seconds=seconds,
                 forwards_per_s=out.calls / seconds, tokens_per_s=len(lengths) * G / seconds,
                 peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30 if cuda else None,
                 waits_per_forward=found.total() / out.calls,
@@ -142,7 +143,7 @@ def measure(denoiser, name, knobs, lengths, G):
                 where={f"{line} {op}": n for (line, op), n in found.most_common()})
 
 
-def show(row, width=14):
+def show(row, width=18):
     """A row of the table, or its head, as a str."""
     return "  ".join(f"{v:>{width}.2f}" if isinstance(v, float) else
                      f"{'-' if v is None else v!s:>{width}.{width}}" for v in row)
@@ -173,9 +174,9 @@ def main(argv=None):
         assert layer < 0.02, layer
         assert seeds < 2 * plain + 1e-5, (seeds, plain)
         rows = []
-        for name, knobs in benchmark.SAMPLERS.items():
+        for label, (name, knobs) in benchmark.SAMPLERS.items():
             for lengths in ([40], [40, 23, 31, 9]):
-                rows.append(measure(denoiser, name, knobs, lengths, args.gen_length))
+                rows.append(measure(denoiser, label, name, knobs, lengths, args.gen_length))
                 cells = {k: v for k, v in rows[-1].items() if k != "where"}
                 if len(rows) == 1:
                     print(show(k.replace("_per_", "/") for k in cells))
