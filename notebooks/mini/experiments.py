@@ -51,21 +51,21 @@ def sweep():
 
 DUAL, DRAFT = dict(cache="dual"), dict(draft_steps=2)
 CHOSEN = [      # one setting of each method, for all families
-    ("llada", dict(steps=G)), ("llada", dict(steps=16)), ("cover", dict(threshold=0.6, **CHECKED)),
+    ("llada", dict(steps=G)), ("llada", dict(steps=16)), ("cover", dict(threshold=0.7, **CHECKED)),
     ("wino", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.9)),
     ("fast_dllm", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.6, **DUAL)),
     ("dual_diffusion", dict(threshold=0.5, cache=None, **DRAFT)),
-    ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)), ("cover", dict(threshold=0.6)),
-    ("cover", dict(threshold=0.6, cache="prefix", refresh=2, **CHECKED)),
-    ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.4, **CHECKED))]
+    ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)),
+    ("cover", dict(threshold=0.7, cache="prefix", refresh=2, **CHECKED)),
+    ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.6))]
 NAMES = {"llada": "LLaDA", "fast_dllm": "threshold", "dkv": "dKV", "wino": "WINO",
          "dual_diffusion": "DualDiffusion", "saber": "Saber", "cover": "COVER"}
 CURVES = [      # more settings of each, for cost against accuracy on MiniMath
-    ("cover", dict(threshold=0.5, **CHECKED)), ("fast_dllm", dict(threshold=0.7)),
-    ("wino", dict(threshold=0.5)), *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)),
-    ("saber", dict(n=4)), ("dual_diffusion", dict(threshold=0.6, cache=None, **DRAFT)),
-    ("cover", dict(threshold=0.5)), ("dual_diffusion", dict(threshold=0.7, **DUAL, **DRAFT)),
-    ("cover", dict(threshold=0.7, **CHECKED)), ("fast_dllm", dict(threshold=0.5)),
+    *(("cover", dict(threshold=t, **CHECKED)) for t in (0.4, 0.5, 0.6)),
+    ("fast_dllm", dict(threshold=0.7)), ("wino", dict(threshold=0.5)),
+    *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)), ("saber", dict(n=4)),
+    ("dual_diffusion", dict(threshold=0.6, cache=None, **DRAFT)), ("cover", dict(threshold=0.5)),
+    ("dual_diffusion", dict(threshold=0.7, **DUAL, **DRAFT)), ("fast_dllm", dict(threshold=0.5)),
     ("wino", dict(threshold=0.3)), ("dual_diffusion", dict(threshold=0.4, cache=None, **DRAFT))]
 
 
