@@ -335,6 +335,7 @@ def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypat
                     and now.seeds[0, :11].any())]
             assert (out.sequences != M).all()
             assert int(out.nfe) <= 16 + len(out.revisions) + 2 * closing
+            assert len(full) <= 2 * closing
             if closing == 0:
                 assert not full
                 plain = [sample_cover(d, [[1, 2, 3]], gen_length=16, block_length=8, threshold=.5,
@@ -359,6 +360,19 @@ def test_a_full_block_is_not_checked_twice_when_nothing_changes(monkeypatch):
                 assert not (done & now.seeds).any()
             forwards.append(sum(not (now.x == M).any() for now in seen))
     assert max(forwards[::2]) <= 3      # nothing changes: stored, the rest checked
+
+
+def test_two_closing_forwards_check_what_is_left(monkeypatch):
+    """All candidates at once, whatever max_seeds is: the first has those of earlier forwards, the
+    second those of the last one."""
+    seen = watch_seeds(monkeypatch)
+    for closing in (1, 2):
+        seen.clear()
+        sample_cover(Denoiser(lively(tiny_llama, 3), M), [[1, 2, 3]], gen_length=12,
+                     block_length=12, threshold=.5, closing=closing, max_seeds=1, max_checks=1,
+                     tau_remask=0.0, tau_replace=1.0)
+        checked = torch.stack([now.seeds[0, 3:] for now in seen]).any(0)
+        assert checked.any() and checked.all() == (closing == 2)
 
 
 def test_outcomes_keep_replace_remask():

@@ -103,10 +103,11 @@ def test_one_checked_token_on_one_layer_is_a_true_leave_one_out(make):
     assert torch.allclose(got, want, atol=1e-5)
 
 
-def test_the_shadow_changes_nothing_for_the_canvas():
+@pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])
+def test_the_shadow_changes_nothing_for_the_canvas(make, shift):
     """Ordinary logits, and the keys stored, are those of a plain forward."""
-    model, ids = tiny_llama(3), random_ids(2, 8)
-    d, ask, checked = Denoiser(model, M), torch.zeros(2, 8, dtype=torch.bool), ids < 20
+    model, ids = make(3), random_ids(2, 8)
+    d, ask, checked = Denoiser(model, M, shift=shift), torch.zeros(2, 8, dtype=torch.bool), ids < 20
     ask[:, 6:] = True
     kv, plain = dlm_spec.KVCache(), dlm_spec.KVCache()
     got, _ = d.leave_one_out(ids, ask, checked & ~ask, kv=kv)
@@ -255,6 +256,52 @@ def test_the_cover_view_checks_only_what_is_stored(make, shift, cache, monkeypat
                                 verify=partial(verify_confidence, tau=0.0))
     assert torch.stack(checked).any(0)[0, 3:].sum() >= 19 - shift * 2 and not out.revisions
     assert int(out.positions) <= 23 * int(out.nfe)
+
+
+def test_what_covers_view_can_check_is_its_slow_definition():
+    """A shifted model reads i at i-1: both entries valid, i+1 not asked, no two neighbours."""
+    tokens, valid, ask = torch.rand(3, 40, 12, generator=torch.Generator().manual_seed(0)) < .7
+    ask &= ~tokens
+    assert torch.equal(dlm_spec.eligible(tokens, valid, ask, False), tokens & valid)
+    got = dlm_spec.every_other(dlm_spec.eligible(tokens, valid, ask, True))
+    for b in range(40):
+        kept = set()
+        for i in range(12):
+            if (tokens[b, i] and valid[b, i] and (i == 0 or valid[b, i - 1])
+                    and not ask[b, i + 1:i + 2].any() and i - 1 not in kept):
+                kept.add(i)
+        assert kept == set(got[b].nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("view", ["visible", "leave_one_out", "cover"])
+def test_a_block_starts_with_keys_and_values_of_its_canvas(view, monkeypatch):
+    """The first forward of a block is full, but where the forward before was a full one of the
+    same canvas that stored all of it."""
+    starts, last, block = [], [None], [0]
+    call, shadow = Denoiser.__call__, Denoiser.leave_one_out
+
+    def spy(self, x, ask, mask=None, *, seeds=None, window=None, **kw):
+        now = (int(ask.nonzero()[0, 1]) - 3) // 4
+        if now > block[0] and (x[ask] == M).all():
+            starts.append(window is None)
+            assert window is None or torch.equal(x, last[0])
+            block[0] = now
+        held = window is not None or (seeds is not None and seeds.any())
+        last[0] = torch.zeros(0) if held else x.clone()
+        return call(self, x, ask, mask, seeds=seeds, window=window, **kw)
+
+    def spy_shadow(self, x, *args, **kw):
+        last[0] = x.clone()
+        return shadow(self, x, *args, **kw)
+    monkeypatch.setattr(Denoiser, "__call__", spy)
+    monkeypatch.setattr(Denoiser, "leave_one_out", spy_shadow)
+    for seed in range(3):
+        for rounds in (None, 1, 2, 4):
+            block[0] = 0
+            sample_dual_diffusion(Denoiser(tiny_llama(2, seed=seed), M), [[1, 2, 3]], view=view,
+                                  gen_length=20, block_length=4, draft_steps=1, threshold=.4,
+                                  max_rounds=rounds)
+    assert any(starts) and (view == "cover" or not all(starts))
 
 
 def test_a_token_that_is_distrusted_comes_back_different():
