@@ -772,7 +772,7 @@ def _special_ids(config, tokenizer, mask_id):
     eos = config.get("eos_token_id")
     eos = [*eos] if isinstance(eos, (list, tuple)) else [eos]
     eos += [getattr(tokenizer, "eos_token_id", None)]
-    eos += [vocabulary[s] for s in ("<|eot_id|>", "<|im_end|>") if s in vocabulary]
+    eos += [vocabulary[s] for s in ("<|eot_id|>", "<|im_end|>", "<|dlm_pad|>") if s in vocabulary]
     pad_id = config.get("pad_token_id")
     return dict(mask_id=next((i for i in known if i is not None), None),
                 eos_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),

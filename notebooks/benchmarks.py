@@ -30,11 +30,22 @@ import tasks
 # Prompts, one per data set: a doc (dict) -> str.
 
 
-def mmlu_prompt(doc):
+def mmlu_question(doc):
     """MMLU: question, choices (4), subject."""
     options = "\n".join(f"{a}) {c}" for a, c in zip("ABCD", doc["choices"]))
     return (f"A question about {doc['subject'].replace('_', ' ')}.\n\n{doc['question'].strip()}\n"
-            f"{options}\n\nReason briefly, then end with a line `Answer: X`, X one of A, B, C, D.")
+            f"{options}\n\n")
+
+
+def mmlu_prompt(doc):
+    """With a reason first."""
+    return (mmlu_question(doc)
+            + "Reason briefly, then end with a line `Answer: X`, X one of A, B, C, D.")
+
+
+def mmlu_letter_prompt(doc):
+    """Without, for a canvas of a few tokens, as LLaDA and Dream are evaluated."""
+    return mmlu_question(doc) + "Answer with the letter only."
 
 
 def gsm8k_prompt(doc):
@@ -202,6 +213,8 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "mmlu": Benchmark(mmlu_prompt, lambda d: f"Answer: {'ABCD'[d['answer']]}", grade_mmlu,
                       "cais/mmlu", "all", fewshot="dev"),
+    "mmlu_letter": Benchmark(mmlu_letter_prompt, lambda d: "ABCD"[d["answer"]], grade_mmlu,
+                             "cais/mmlu", "all", fewshot="dev"),
     "gsm8k": Benchmark(gsm8k_prompt, lambda d: d["answer"], grade_gsm8k,
                        "openai/gsm8k", "main", fewshot="train"),
     "math500": Benchmark(math500_prompt, lambda d: d["solution"], grade_math500,
@@ -218,39 +231,51 @@ BENCHMARKS = {
 # Settings: the papers' numbers, in one place.
 
 CHECKPOINTS = {"mini": None, "llada": "GSAI-ML/LLaDA-8B-Instruct",
-               "llada-1.5": "GSAI-ML/LLaDA-1.5", "dream": "Dream-org/Dream-v0-Instruct-7B"}
+               "llada-1.5": "GSAI-ML/LLaDA-1.5", "dream": "Dream-org/Dream-v0-Instruct-7B",
+               "diffucoder": "apple/DiffuCoder-7B-cpGRPO"}
 TAU = {"gsm8k": .6, "math500": .7, "humaneval": .7, "mbpp": .8}     # WINO's tau_1; elsewhere .7
-# One token per forward as each checkpoint's authors run it; without block_length, in one block,
-# which LLaDA fills with end-of-text first (so its evaluation postpones it on GSM8K and MATH too,
-# when their blocks are not small).
+# One token per forward as each checkpoint's authors run it: EVAL.md of ML-GSAI/LLaDA (b7e6c35),
+# eval_instruct/eval.sh of DreamLM/Dream (fac0a7f), README of apple/ml-diffucoder (f735e01; its
+# base model at temperature .2). Without block_length in one block, which LLaDA fills with
+# end-of-text first (so its evaluation postpones it on GSM8K and MATH too, when their blocks are
+# not small). Dream and DiffuCoder take as many steps as tokens too, but on their schedule the
+# first forward commits none and the last one catches up; here each commits one.
+ENTROPY = dict(remasking="entropy", tempered_confidence=True)
+DREAM_LENGTH = dict(mmlu=128, mmlu_letter=128, math500=512, humaneval=768, mbpp=1024)
 OWN = {
+    ("llada", "mmlu_letter"): dict(gen_length=3),
     ("llada", "gsm8k"): dict(block_length=8),
-    ("llada", "math500"): dict(block_length=64),
-    ("llada", "humaneval"): dict(suppress_eos=True),
+    ("llada", "math500"): dict(gen_length=512, block_length=64),
+    ("llada", "humaneval"): dict(gen_length=512, suppress_eos=True),
     ("llada", "mbpp"): dict(postpone_eos=True),
     ("llada-1.5", "gsm8k"): dict(block_length=16, postpone_eos=True),
-    ("llada-1.5", "math500"): dict(block_length=128, postpone_eos=True),
-    ("llada-1.5", "humaneval"): dict(block_length=32, postpone_eos=True),
-    ("llada-1.5", "mbpp"): dict(block_length=32, postpone_eos=True),
-} | {("dream", t): dict(remasking="entropy", temperature=.1, top_p=.9) for t in BENCHMARKS}
+    ("llada-1.5", "math500"): dict(gen_length=1024, block_length=128, postpone_eos=True),
+    ("llada-1.5", "humaneval"): dict(gen_length=512, block_length=32, postpone_eos=True),
+    ("llada-1.5", "mbpp"): dict(gen_length=512, block_length=32, postpone_eos=True),
+} | {("dream", t): dict(gen_length=DREAM_LENGTH.get(t, 256), temperature=.1, top_p=.9, **ENTROPY)
+     for t in BENCHMARKS
+} | {("diffucoder", t): dict(temperature=.4, top_p=.95, **ENTROPY) for t in BENCHMARKS}
 DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion", "wino", "saber", "cover")
 
 
-def settings(decoder, benchmark, gen_length=256, model="llada"):
+def settings(decoder, benchmark, gen_length=None, model="llada"):
     """Keywords of DlmSpecLM (model_args) for a decoder on a benchmark, as its paper runs it.
 
     decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm", threshold
     .9, dual cache, blocks of 32; "dual_diffusion", the same drafter, KL rule; "wino", "cover",
-    thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512 in the papers.
-    model: of CHECKPOINTS; matters for "own". The fast decoders' papers leave end-of-text alone;
-    what DualDiffusion's and COVER's leave open is set by us. ValueError on an unknown name.
+    thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512 in the fast decoders'
+    papers; by default 256, or for "own" what OWN names. model: of CHECKPOINTS; matters for "own".
+    The fast decoders' papers leave end-of-text alone; what DualDiffusion's and COVER's leave open
+    is set by us. ValueError on an unknown name.
     """
     if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
         raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "
                          f"{DECODERS}, {tuple(BENCHMARKS)}, {tuple(CHECKPOINTS)}")
-    tau = TAU.get(benchmark, .7)
+    tau, own = TAU.get(benchmark, .7), dict(OWN.get((model, benchmark), {}))
+    length = own.pop("gen_length", 256) if decoder == "own" else 256
+    gen_length = length if gen_length is None else gen_length
     knobs = {
-        "own": dict(sampler="llada", **OWN.get((model, benchmark), {})),
+        "own": dict(sampler="llada", **own),
         "llada": dict(sampler="llada", block_length=32),
         "fast_dllm": dict(sampler="fast_dllm", block_length=32, threshold=.9, cache="dual"),
         "dual_diffusion": dict(sampler="dual_diffusion", block_length=32, cache="dual",
@@ -337,7 +362,7 @@ def main(argv=None):
     cli.add_argument("--decoders", nargs="+", choices=DECODERS, default=["llada", "cover"])
     cli.add_argument("--model", choices=CHECKPOINTS, default="llada")
     cli.add_argument("--data", help="a JSON-lines file instead of the hub's data set")
-    cli.add_argument("--gen-length", type=int, default=256)
+    cli.add_argument("--gen-length", type=int, help="default: see settings")
     cli.add_argument("--num-fewshot", type=int, default=0)
     cli.add_argument("--batch-size", type=int, default=8)
     cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")

@@ -38,7 +38,19 @@ LOADING = (*PLACING, "device", "dtype", "mask_id", "shift", "revision", "cache_d
 OURS = {"denoiser", "prompt", "attention_mask", "gen_length", "temperature", "logits_processor",
         "generator", "callback", "history", "streamer"}     # set here, or per request
 COSTS = ("nfe", "positions", "tokens_per_forward")
-WARPERS = (TopKLogitsWarper, TopPLogitsWarper)      # applied before the temperature
+
+
+def warpers(temperature, top_k=None, top_p=None):
+    """A LogitsProcessorList, or None, that drops what top_k, then top_p of softmax(logits /
+    temperature) leave out (transformers' order; Dream has top_p first) and keeps the other logits
+    as they are: the sampler itself divides by the temperature. At 0 nothing is dropped."""
+    def nucleus(x, logits):
+        dropped = TopPLogitsWarper(top_p)(x, logits.float() / temperature).isneginf()
+        return logits.masked_fill(dropped, -torch.inf)
+
+    some = [] if top_k is None else [TopKLogitsWarper(top_k)]
+    some += [] if top_p is None else [nucleus]
+    return LogitsProcessorList(some) if some and temperature else None
 
 
 def load(name, **loading):
@@ -226,12 +238,11 @@ class DlmSpecLM(TemplateLM):
 
     def _decode(self, prompts, settings, which):
         gen_length, temperature, *top = settings
-        warpers = [make(v) for make, v in zip(WARPERS, top) if v is not None]
         seeds = [self.seed + i * self.world_size + self.rank for i in which]
         start = time.perf_counter()
         out = self.sampler(
             self.denoiser, prompts, gen_length=gen_length, temperature=temperature, **self.knobs,
-            logits_processor=LogitsProcessorList(warpers) if warpers else None,
+            logits_processor=warpers(temperature, *top),
             generator=[torch.Generator().manual_seed(s) for s in seeds])
         texts = self.denoiser.decode(out.generated)
         self.seconds += time.perf_counter() - start

@@ -28,12 +28,14 @@ CODE = dict(task_id="HumanEval/0", entry_point="twice", canonical_solution="    
             prompt="import math\n\ndef helper(x):\n    return x\n\n"
                    'def twice(x):\n    """2 x."""\n',
             test="def check(candidate):\n    assert candidate(math.floor(3.5)) == helper(6)\n")
-DOCS = {"mmlu": MMLU, "gsm8k": GSM8K, "math500": MATH, "mbpp": MBPP, "humaneval": CODE}
+DOCS = {"mmlu": MMLU, "mmlu_letter": MMLU, "gsm8k": GSM8K, "math500": MATH, "mbpp": MBPP,
+        "humaneval": CODE}
 
 
 def test_prompts_hold_what_the_record_asks():
     text = b.mmlu_prompt(MMLU)
     assert "elementary mathematics" in text and "C) 4\nD) 22" in text and "Answer: X" in text
+    assert "C) 4\nD) 22" in (text := b.mmlu_letter_prompt(MMLU)) and "Reason" not in text
     assert "1,000 pens" in b.gsm8k_prompt(GSM8K) and "#### n" in b.gsm8k_prompt(GSM8K)
     assert MATH["problem"] in b.math500_prompt(MATH) and "\\boxed" in b.math500_prompt(MATH)
     assert CODE["prompt"].rstrip() in b.humaneval_prompt(CODE)
@@ -135,6 +137,26 @@ def test_all_settings_are_knobs_of_their_sampler():
     assert b.settings("wino", "mbpp")["threshold"] == .8
     with pytest.raises(ValueError, match="'beam'"):
         b.settings("beam", "gsm8k")
+
+
+@pytest.mark.parametrize("model, lengths", [
+    ("llada", dict(mmlu_letter=3, gsm8k=256, math500=512, humaneval=512, mbpp=256)),
+    ("llada-1.5", dict(gsm8k=256, math500=1024, humaneval=512, mbpp=512)),
+    ("dream", dict(mmlu_letter=128, gsm8k=256, math500=512, humaneval=768, mbpp=1024)),
+    ("diffucoder", dict(humaneval=256, mbpp=256)),
+])
+def test_a_model_s_own_decoder_has_the_published_length_unless_another_is_asked_for(model, lengths):
+    for name, length in lengths.items():
+        assert b.settings("own", name, model=model)["gen_length"] == length
+        assert b.settings("own", name, 64, model)["gen_length"] == 64
+        assert b.settings("cover", name, model=model)["gen_length"] == 256
+
+
+def test_dream_and_diffucoder_choose_by_the_entropy_of_what_they_sample_from():
+    for model, temperature, top_p in (("dream", .1, .9), ("diffucoder", .4, .95)):
+        assert b.settings("own", "mbpp", model=model).items() >= dict(
+            remasking="entropy", tempered_confidence=True, temperature=temperature,
+            top_p=top_p).items()
 
 
 def test_all_of_humaneval_goes_through_the_pipeline(tmp_path):

@@ -134,6 +134,18 @@ def test_the_task_s_length_and_temperature_hold_unless_model_args_set_them(denoi
     assert texts == lm.generate_until(some) and len(set(texts)) > 1     # repeats differ, runs don't
 
 
+def test_top_p_counts_the_tempered_probabilities_and_leaves_the_logits_alone():
+    """Logits [1, 0, -1], top_p .9: p is .665, .245, .090 at T = 1, which drops one, and at T = .4
+    .918, .075, .006, which drops two; at T = 4 .42, .33, .25, which drops none."""
+    logits = torch.tensor([[1.0, 0.0, -1.0]])
+    for temperature, kept in ((1.0, 2), (.4, 1), (4.0, 3)):
+        found = lm_eval_dlm.warpers(temperature, top_p=.9)(torch.zeros(1, 1).long(), logits)
+        assert found.tolist()[0] == logits[0, :kept].tolist() + [-torch.inf] * (3 - kept)
+    first = lm_eval_dlm.warpers(4.0, top_k=2, top_p=.9)(torch.zeros(1, 1).long(), logits)
+    assert first.tolist()[0] == [1.0, 0.0, -torch.inf]
+    assert lm_eval_dlm.warpers(0.0, 2, .9) is None and lm_eval_dlm.warpers(1.0) is None
+
+
 def test_likelihoods_are_those_of_log_likelihood(denoiser):
     """Each with the same seed, whatever came before it; greedy as one token per forward decodes."""
     lm = lm_eval_dlm.DlmSpecLM(denoiser, n_samples=16, batch_size=8, seed=7)

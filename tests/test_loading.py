@@ -354,6 +354,19 @@ def test_dream_opens_its_own_tokenizer_files_as_a_qwen2_tokenizer(dream):
     assert ids[0, -1] == 282 and mask.all() and denoiser.decode(ids[:, :-1]) == ["hello"]
 
 
+def test_diffucoder_s_filler_after_a_text_ends_it(dream):
+    """DiffuCoder is a Dream whose instruct models write <|dlm_pad|> behind their answer."""
+    path = dream[0] / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    added = config["added_tokens_decoder"]
+    added["284"] = added["281"] | {"content": "<|dlm_pad|>", "special": False}
+    path.write_text(json.dumps(config))
+    denoiser = load_denoiser(dream[0], device="cpu")
+    assert denoiser.eos_ids == (281, 283, 284)
+    ids, _ = denoiser.encode("hello<|dlm_pad|>hello", chat=False)
+    assert denoiser.decode(ids) == ["hello"]
+
+
 @pytest.mark.filterwarnings("ignore:no tokenizer")
 def test_dream_without_tokenizer_files_gets_none(dream):
     """transformers 5 makes a tokenizer of one token from an empty folder:
