@@ -864,7 +864,8 @@ def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_con
     ValueError on logits that are NaN, +inf, or all -inf.
     """
     x0 = gumbel_argmax(logits, temperature, generator, rows)
-    tempered = logits.float() / temperature if tempered_confidence else logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    tempered = logits.to(wide) / temperature if tempered_confidence else logits
     confidence = confidence_of(tempered, x0, remasking, generator, rows)
     sane = logits.amax(1).isfinite() if remasking == "random" else confidence.isfinite()
     if not sane.all():
