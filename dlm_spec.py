@@ -1139,7 +1139,8 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
             TextDiffusionStreamer).
     Returns a DecodeOutput; nfe <= steps (twice that with guidance). Differs from the
     public code: works on unequal batches, a short last block, any number of steps,
-    and never emits M or a padded vocabulary id.
+    never emits M or a padded vocabulary id, and postpones eos at any temperature, the confidence
+    of other tokens untouched (there at 0 their softmax loses EOS; above 0 EOS is not postponed).
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
     block_length = max(gen_length, 1) if block_length is None else block_length
