@@ -863,7 +863,8 @@ def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_con
     ValueError on logits that are NaN, +inf, or all -inf.
     """
     x0 = gumbel_argmax(logits, temperature, generator, rows)
-    tempered = logits.float() / temperature if tempered_confidence else logits
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    tempered = logits.to(wide) / temperature if tempered_confidence else logits
     confidence = confidence_of(tempered, x0, remasking, generator, rows)
     sane = logits.amax(1).isfinite() if remasking == "random" else confidence.isfinite()
     if not sane.all():
@@ -1141,7 +1142,8 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
             TextDiffusionStreamer).
     Returns a DecodeOutput; nfe <= steps (twice that with guidance). Differs from the
     public code: works on unequal batches, a short last block, any number of steps,
-    and never emits M or a padded vocabulary id.
+    never emits M or a padded vocabulary id, and postpones eos at any temperature, the confidence
+    of other tokens untouched (there at 0 their softmax loses EOS; above 0 EOS is not postponed).
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
     block_length = max(gen_length, 1) if block_length is None else block_length

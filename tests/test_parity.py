@@ -10,6 +10,10 @@ on a CPU, one prompt at a time at temperature 0:
     revocable_traces.json  `decoding_wino` of Feng-Hong/WINO-DLLM
                            (LLaDA/decoding.py, commit 9549a1d)
                            and `generate_with_saber` of zhaoyMa/Saber (decoding.py, commit 2f061e2)
+    dkv_traces.json        `generate` of horseee/dKV-Cache (llada_dkv_cache_decode.py and its
+                           LLaDA modelling code, commit 49a76fc) with enable_cache, on the embedded
+                           model's weights under LLaDA's names, a bias of attn_out added;
+                           `positions` are the tokens its forwards were given
 
 The model was wrapped so that its logits of M and of ids past the tokenizer are -inf (the public
 samplers do not ban them) and so that every canvas it was given is kept; a trace holds the forward
@@ -25,8 +29,8 @@ import torch
 import dlm_spec
 
 DATA = Path(__file__).parent / "data"
-TRACES, FAST, REVOCABLE = (json.loads((DATA / f"{name}_traces.json").read_text())
-                           for name in ("llada", "fast_dllm", "revocable"))
+TRACES, FAST, REVOCABLE, DKV = (json.loads((DATA / f"{name}_traces.json").read_text())
+                                for name in ("llada", "fast_dllm", "revocable", "dkv"))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,17 @@ def test_tokens_and_forwards_are_those_of_the_public_cached_samplers(denoiser, c
             out = dlm_spec.sample_fast_dllm(denoiser, [trace["prompt"]], **trace["knobs"])
             assert out.generated[0].tolist() == trace["tokens"]
             assert int(out.nfe) == trace["nfe"] - trace["wasted"]
+
+
+@pytest.mark.parametrize("refresh", [8, 4, 3])
+def test_tokens_order_and_positions_are_those_of_the_public_delayed_cache(denoiser, refresh):
+    for trace in DKV:
+        if trace["knobs"]["refresh"] == refresh:
+            out = dlm_spec.sample_dkv(denoiser, [trace["prompt"]], **trace["knobs"])
+            assert out.generated[0].tolist() == trace["tokens"]
+            assert out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"]
+            assert (out.nfe.tolist(), out.positions.tolist()) == (
+                [trace["nfe"]], [trace["positions"]])
 
 
 @pytest.mark.parametrize("sampler", ["wino", "saber"])

@@ -200,6 +200,13 @@ def test_confidence_at_a_temperature_by_both_rules():
         assert torch.allclose(c[x0 == 0], torch.tensor(p), atol=1e-4)
 
 
+def test_tempered_confidence_keeps_float64():
+    """1e-9 apart, which float32 does not see at 1: the order of commits would be that of places."""
+    logits = torch.tensor([[1.0, 0.0], [1.0 + 1e-9, 0.0]], dtype=torch.float64)
+    _, c = dlm_spec.predict(logits, temperature=.5, remasking="entropy", tempered_confidence=True)
+    assert c.dtype == torch.float64 and c[1] > c[0]
+
+
 def test_the_largest_temporary_is_bounded_by_the_candidate_rows():
     """CASES 30: no tensor of a step holds more than N x V numbers, N the masks of the block."""
     from torch.utils._python_dispatch import TorchDispatchMode
