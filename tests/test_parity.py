@@ -76,15 +76,16 @@ def test_postponing_differs_from_the_public_code_only_in_its_softmax_without_eos
         return (out.generated[0].tolist() == trace["tokens"] and
                 out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"])
 
-    assert not all(map(same, EOS))
+    some = EOS[::3]
+    assert not all(map(same, some))
     monkeypatch.setattr(dlm_spec, "confidence_of", without_eos)
-    assert all(map(same, EOS))
+    assert all(map(same, some))
 
 
 def test_tokens_and_commit_order_at_a_temperature_are_those_of_dream_s_sampler(denoiser):
     """Temperature, then top_p, then the entropy (probability, margin) of what is left."""
     adapter = pytest.importorskip("lm_eval_dlm", reason="pip install lm-eval", exc_type=ImportError)
-    for trace in DREAM:
+    for trace in DREAM[::2]:
         out = dlm_spec.sample_llada(
             denoiser, [trace["prompt"]], **trace["knobs"], tempered_confidence=True,
             logits_processor=adapter.warpers(trace["knobs"]["temperature"], top_p=trace["top_p"]),
@@ -104,7 +105,7 @@ def test_tokens_and_forwards_are_those_of_the_public_cached_samplers(denoiser, c
 
 @pytest.mark.parametrize("refresh", [8, 4, 3])
 def test_tokens_order_and_positions_are_those_of_the_public_delayed_cache(denoiser, refresh):
-    for trace in DKV:
+    for trace in DKV[::3]:      # all agree: it is a matter of time
         if trace["knobs"]["refresh"] == refresh:
             out = dlm_spec.sample_dkv(denoiser, [trace["prompt"]], **trace["knobs"])
             assert out.generated[0].tolist() == trace["tokens"]
