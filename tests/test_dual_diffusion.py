@@ -295,12 +295,14 @@ def test_a_block_starts_with_keys_and_values_of_its_canvas(view, monkeypatch):
         return shadow(self, x, *args, **kw)
     monkeypatch.setattr(Denoiser, "__call__", spy)
     monkeypatch.setattr(Denoiser, "leave_one_out", spy_shadow)
+    last_by_verifier = dict(threshold=1.0, draft_steps=3, max_rounds=1,
+                            verify=partial(verify_confidence, tau=0.0))
     for seed in range(3):
-        for rounds in (None, 1, 2, 4):
+        for knobs in (*(dict(max_rounds=n) for n in (None, 1, 4)), last_by_verifier):
             block[0] = 0
+            knobs = {"draft_steps": 1, "threshold": .4, **knobs}
             sample_dual_diffusion(Denoiser(tiny_llama(2, seed=seed), M), [[1, 2, 3]], view=view,
-                                  gen_length=20, block_length=4, draft_steps=1, threshold=.4,
-                                  max_rounds=rounds)
+                                  gen_length=20, block_length=4, **knobs)
     assert any(starts) and (view == "cover" or not all(starts))
 
 
