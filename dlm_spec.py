@@ -194,7 +194,8 @@ class KVCache:
 
 @dataclass
 class DualView:
-    """COVER's two views in one forward [9]. Indices are of the forward's n tokens.
+    """COVER's two views in one forward [9]; only section 10 needs it. Indices are of the forward's
+    n tokens.
 
     Everyone sees the seeds' stored keys and values; a seed is judged at a row that sees, in place
     of its own stored column, the fresh one of its mask token: the *diagonal correction*. Exact in
@@ -262,8 +263,9 @@ class Denoiser:
     Args:
         model: a transformers causal LM (put into eval mode and the `dlm_spec` attention), or any
             callable `model(input_ids=, attention_mask=, position_ids=, use_cache=, **kw)` whose
-            result has `.logits` (B, L, V). attention_mask is bool (B, 1, 1, L), or None without
-            padding; samplers with a cache also pass `kv=`.
+            result has `.logits` (B, L, V). attention_mask is bool (B, 1, 1, L), or (B, 1, n, n) in
+            leave_one_out, or None without padding. Caches and COVER also pass `kv=`, whose
+            `attend` the model has to call for anything to be cached.
         mask_id: the id of M. Never predicted.
         eos_ids: ids that end a text, the end-of-sequence token first.
         pad_id: filler of left-padded prompts (default: the first of eos_ids, else 0).
@@ -546,8 +548,8 @@ def stored(rows, window, seeds, shift):
 
 def eligible(tokens, valid, masks, shift):
     """Those of `tokens` that can be seeds now: their stored keys and values are of themselves
-    (`valid`). In shifted models also those of the column before, where a token is read, which must
-    not be where a mask is read. All (B, L) bool."""
+    (`valid`), which a token's are one forward after its commit. In shifted models also those of the
+    column before, where a token is read, which must not be where a mask is read. (B, L) bool."""
     tokens = tokens & valid
     if not shift:
         return tokens
@@ -1136,8 +1138,8 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
         logits_processor: transformers' LogitsProcessor(List),
             called on ((N, L) canvases, (N, V) logits).
         generator: a torch.Generator, or a list with one per row.
-        callback: called after every forward with a dict: x, committed, confidence, nfe,
-            calls, prompt_length.
+        callback: called after every forward with a dict: x (the canvas itself, to read only),
+            committed, confidence, nfe, calls, prompt_length.
         streamer: an object with `put`, `end` and perhaps `put_draft` (transformers'
             TextDiffusionStreamer).
     Returns a DecodeOutput; nfe <= steps (twice that with guidance). Differs from the
@@ -1466,7 +1468,7 @@ class DualState:
         """The columns that a drafter's forward recomputes, None: all."""
         if cache is None or kind == "full":
             return None
-        if cache == "dkv":      # ALGORITHMS: what was masked one forward ago, and what is now
+        if cache == "dkv":      # what was masked one forward ago, and what is now
             return self.masks | masks
         return block if cache == "dual" else since_first(block)
 
@@ -1626,9 +1628,9 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             min_score.
         max_checks: how often a token's position is checked in all.
         closing: a block that is full may have so many forwards more in which all candidates are
-            checked, whatever max_seeds, and re-masked without a limit per row, until none changes.
-            (A token can first be checked two forwards after its commit, so that the last ones would
-            go unchecked.)
+            checked, whatever max_seeds (0 turns it off, too), and re-masked without a limit per
+            row, until none changes. (A token can first be checked two forwards after its commit, so
+            that the last ones would go unchecked.)
         uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
             the entropy when it was committed.
         score: the score of candidates, see seed_score: (u, d_in, d_out) -> (B, L).
@@ -1663,7 +1665,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
         block = visible & (column < end) & (since_first(masks) | (column >= start))
         ours, window, step = block & masks, None, 0
         seeds = sure = torch.zeros_like(masks)
-        left = torch.full_like(x[:, 0], closing if max_seeds else 0)
+        left = torch.full_like(x[:, 0], closing if max_seeds else 0)    # forwards for a full block
         while True:
             masks = block & (x == M)
             again = ours & ~masks & ~sure & (checks < max_checks)   # are seeds, or may be next time
@@ -1849,9 +1851,8 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
         _check_ids(denoiser, a[None], torch.ones_like(a[None], dtype=torch.bool), "answer", row)
         full, shown = torch.cat([x[row], a]), F.pad(visible[row], (0, n), value=True)
         offset = torch.rand((), generator=generator, device=where, dtype=torch.float64)
-        # in 1..n
         spread = torch.arange(n_samples, device=where, dtype=torch.float64) / n_samples
-        counts = ((offset + spread) % 1 * n).long() + 1
+        counts = ((offset + spread) % 1 * n).long() + 1         # in 1..n
         estimates = []
         for l in counts.split(batch_size):
             rank = torch.rand(len(l), n, generator=generator, device=where).argsort(1).argsort(1)
@@ -2200,7 +2201,8 @@ def main(argv=None):
                      help="fill end-of-text tokens last in their block")
     cli.add_argument("--early-stop", action="store_true",
                      help="stop after a block with an end of text")
-    cli.add_argument("--seed", type=int, help="of a temperature above 0, or --remasking random")
+    cli.add_argument("--seed", type=int,
+                     help="of a temperature above 0, or --remasking random (default 0)")
     cli.add_argument("--quiet", action="store_true", help="no canvas, the answer only")
     args = cli.parse_args(argv)
     if args.compare and (args.sampler or args.quiet):
