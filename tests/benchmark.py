@@ -262,7 +262,7 @@ def batch(device, repeats, n=8, G=64):
 PARTS = ("overhead", "kinds", "head", "scaling", "speed", "batch")
 
 
-def main():
+def main(argv=None):
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -273,7 +273,7 @@ def main():
     cli.add_argument("--repeats", type=int, default=5)
     cli.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     cli.add_argument("--json", type=Path)
-    args = cli.parse_args()
+    args = cli.parse_args(argv)
     torch.set_grad_enabled(False)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     denoiser = build(args.shape, args.device, getattr(torch, args.dtype))
