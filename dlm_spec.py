@@ -1695,7 +1695,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             record.step(x, commit | replace, torch.where(replace, p, confidence))
             checks, left, step = checks + (seeds & ~wait), left - closed.long(), step + 1
             changed = commit | replace | remask
-            sure = (sure | seeds) & ~changed.any(1, keepdim=True)   # would be judged the same again
+            sure = (sure | seeds) & ~changed.any(1, keepdim=True)   # no token changed since
             masks = block & (x == M)
             candidates = eligible(again & ~seeds, shown == x, masks, shift)
             worth = score(u, *dependence(kv.attention, probe, masks, commit, candidates, shift))
