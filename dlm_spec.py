@@ -122,8 +122,9 @@ def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, 
 
 def sdpa(q, k, v, mask=None, scaling=None, dropout=0.0):
     """softmax(q k^T scaling) v over the columns `mask` allows; k, v may have fewer heads than q."""
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling,
-                                          enable_gqa=q.shape[1] != k.shape[1])
+                                          **grouped)
 
 
 AttentionInterface.register("dlm_spec", bidirectional_attention)
@@ -280,7 +281,8 @@ class Denoiser:
         if hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation("dlm_spec")
             model.eval()
-        self.model, self.mask_id, self.eos_ids, self.shift = model, mask_id, tuple(eos_ids), shift
+        self.model, self.mask_id, self.shift = model, int(mask_id), shift
+        self.eos_ids = tuple(map(int, eos_ids))
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids + (0,))[0]
         self.n_tokens, self.tokenizer = n_tokens, tokenizer
         self._head = (model.get_output_embeddings() if hasattr(model, "get_output_embeddings")
@@ -438,6 +440,19 @@ class Denoiser:
         if self.mask_id < logits.shape[1]:
             logits[:, self.mask_id] = -torch.inf
         return logits.to(self.device)
+
+    def compile(self, **options):
+        """Let torch.compile make the model's layers faster, with its `options`. Every kind of
+        forward is compiled when it first comes (up to a minute), whole and for all sizes at once,
+        so that a sampler that has run compiles nothing more. Logits change by rounding. (mode
+        "reduce-overhead", CUDA graphs, does not go together with caches.)
+        """
+        if self._head is None:
+            raise ValueError("the model is a plain callable: compile it yourself")
+        limit = torch._dynamo.config.recompile_limit        # 8: fewer than there are kinds
+        torch._dynamo.config.recompile_limit = max(limit, 64)
+        # the layers alone: the vocabulary head runs on other rows each time
+        self.model.base_model.compile(**{"dynamic": True} | options)
 
     def encode(self, text, *, chat=True, system=None):
         """Token ids of prompts, left-padded: (B, P) ids and (B, P) bool mask,
@@ -644,7 +659,7 @@ def _ids_and_rope(c):
 
 
 def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, shift=None,
-                  **from_pretrained):
+                  compile=False, **from_pretrained):
     """A Denoiser from a checkpoint folder or hub id; nothing given: the embedded model.
 
     LLaDA's layout is mapped to LlamaForCausalLM and Dream's to Qwen2ForCausalLM, strictly
@@ -660,12 +675,15 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
         mask_id: needed when the checkpoint's files do not name it.
         shift: whether position i is read at i-1; default what config.json says (`shift_logits`),
             else True for Dream's layout and False for others.
+        compile: True, or a dict of torch.compile's options: see Denoiser.compile.
         from_pretrained: passed on (`quantization_config`, `device_map`, `tp_plan`, `revision`,
             `local_files_only`, ...).
     Raises ValueError when nothing is found there, when a weight is missing, unexpected or of
     another shape, when the architecture cannot be mapped, and when no mask id is known.
     """
     name = os.path.expanduser(str(name_or_path if name_or_path is not None else EMBEDDED_MODEL))
+    if not isinstance(compile, bool | dict):
+        raise ValueError(f"compile is {compile!r}, expected True, False or torch.compile's options")
     try:
         device = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as e:
@@ -703,8 +721,11 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
     model = model if device is None else model.to(device)
     tokenizer = _tokenizer(kind, name, hub)
     shift = config.get("shift_logits", kind == "dream") if shift is None else shift
-    return Denoiser(model, shift=bool(shift), tokenizer=tokenizer,
-                    **_special_ids(config, tokenizer, mask_id))
+    denoiser = Denoiser(model, shift=bool(shift), tokenizer=tokenizer,
+                        **_special_ids(config, tokenizer, mask_id))
+    if compile:
+        denoiser.compile(**(compile if isinstance(compile, dict) else {}))
+    return denoiser
 
 
 def _refuse(given, device, placed):
@@ -1608,16 +1629,17 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
 @torch.no_grad()
 def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold=0.7,
                  tau_replace=0.9, tau_remask=0.2, spacing=0, max_seeds=8, seed_share=0.25,
-                 min_score=0.0, max_checks=2, closing=0, uncertainty="entropy", score=None,
-                 probe_layers=None, cache=None, refresh=None, attention_mask=None, temperature=0.0,
-                 suppress_eos=False, postpone_eos=False, early_stop=False, logits_processor=None,
-                 generator=None, callback=None, history=False, streamer=None):
+                 min_score=0.0, max_checks=2, closing=0, commit_cap=False, remask_limit=True,
+                 uncertainty="entropy", score=None, probe_layers=None, cache=None, refresh=None,
+                 attention_mask=None, temperature=0.0, suppress_eos=False, postpone_eos=False,
+                 early_stop=False, logits_processor=None, generator=None, callback=None,
+                 history=False, streamer=None):
     """Commit above a threshold; every forward also re-checks a few committed tokens, the *seeds*:
     they are M in its input, while all others keep seeing their stored keys and values (COVER [9]).
 
     A seed is kept when it is predicted again; replaced in place when another token is predicted
-    with probability >= tau_replace; re-masked when neither and its own probability is < tau_remask,
-    at most one fewer per row than the forward commits; else kept.
+    with probability >= tau_replace; re-masked when neither and its own probability is < tau_remask;
+    else kept.
 
     Args: as in sample_llada, and
         threshold: tau_draft, masks above it are committed, always the best one.
@@ -1628,35 +1650,33 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             min_score.
         max_checks: how often a token's position is checked in all.
         closing: a block that is full may have so many forwards more in which all candidates are
-            checked, whatever max_seeds (0 turns it off, too), and re-masked without a limit per
-            row, until none changes. (A token can first be checked two forwards after its commit, so
-            that the last ones would go unchecked.)
+            checked, whatever max_seeds, and re-masked without a limit per row, until none changes.
+            (A token can first be checked two forwards after its commit, so that the last ones would
+            go unchecked.)
+        commit_cap: True: a forward commits at most 70 % of a row's masks within 5..20, as WINO.
+        remask_limit: one fewer than the forward's commits are re-masked per row at most; False:
+            all that are doubtful.
         uncertainty: u of the score: "entropy" of the prediction at the token now [9], or "commit",
             the entropy when it was committed.
         score: the score of candidates, see seed_score: (u, d_in, d_out) -> (B, L).
         probe_layers: whose attention d_in and d_out read (default: the middle and the last one).
         cache, refresh: None, "prefix" or "dual", as in sample_fast_dllm, but that every refresh-th
             forward of a block is full as well (default: the first one alone).
-    The numbers, the outcomes' thresholds, the probe layers, `spacing` and `closing` are our choices
-    where [9] gives none.
+    The numbers, the outcomes' thresholds, the probe layers, `spacing`, `closing`, `commit_cap` and
+    `remask_limit` are our choices where [9] gives none.
     Returns a DecodeOutput with `revisions`; nfe <= masks + revisions + closing per block.
     """
     x, visible, P = start_canvas(denoiser, prompt, attention_mask, gen_length)
     knobs = dict(temperature=temperature, suppress_eos=suppress_eos, postpone_eos=postpone_eos,
                  logits_processor=logits_processor, generator=generator)
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
-    check_number(0, 1, threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
-                 seed_share=seed_share)
-    check_number(-math.inf, math.inf, min_score=min_score)
-    check_whole(0, spacing=spacing, max_seeds=max_seeds, max_checks=max_checks, closing=closing)
-    check_one_of(("entropy", "commit"), uncertainty=uncertainty)
-    check_one_of((None, "prefix", "dual"), cache=cache)
-    check_has("__call__", "a callable", score=score)
-    check_whole(1, refresh=1 if refresh is None else refresh)
-    if refresh is not None and cache is None:
-        raise ValueError(f"refresh is {refresh}, but without a cache every forward is full")
+    check_cover(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
+                seed_share=seed_share, min_score=min_score, spacing=spacing, max_seeds=max_seeds,
+                max_checks=max_checks, closing=closing, uncertainty=uncertainty, score=score,
+                cache=cache, refresh=refresh)
     probe_layers, score = probed(denoiser, probe_layers), score or seed_score
-    column, M, shift = torch.arange(x.shape[1], device=x.device), denoiser.mask_id, denoiser.shift
+    M, shift, L = denoiser.mask_id, denoiser.shift, x.shape[1]
+    column = torch.arange(L, device=x.device)
     record = Recorder(x, visible, P, callback, history, streamer)
     kv, shown = KVCache(probe_layers), torch.full_like(x, -1)   # tokens its entries were made of
     checks, u = torch.zeros_like(x), torch.zeros(x.shape, device=x.device)
@@ -1665,7 +1685,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
         block = visible & (column < end) & (since_first(masks) | (column >= start))
         ours, window, step = block & masks, None, 0
         seeds = sure = torch.zeros_like(masks)
-        left = torch.full_like(x[:, 0], closing if max_seeds else 0)    # forwards for a full block
+        left = torch.full_like(x[:, 0], closing)            # forwards for a full block
         while True:
             masks = block & (x == M)
             again = ours & ~masks & ~sure & (checks < max_checks)   # are seeds, or may be next time
@@ -1683,11 +1703,14 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
                             u.masked_scatter(ask, entropy), u)
             tokens, confidence, surety = propose(denoiser, x, masks, logits[masks[ask]], **knobs)
             commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
+            if commit_cap:
+                cap = (masks.sum(1).float() * 0.7).long().clamp(5, 20)
+                commit = top_k(surety, commit, cap)
             drafted = commit.sum(1)
             replace, remask, wait, better, p = judge_seeds(
                 denoiser, x, seeds, logits[seeds[ask]], knobs, tau_replace=tau_replace,
                 tau_remask=tau_remask, spacing=spacing,
-                most=torch.where(closed, x.shape[1], drafted - 1))
+                most=torch.where(closed, L, drafted - 1 if remask_limit else L))
             record.revise(x, replace, "replace")
             record.revise(x, remask, "remask")
             x = torch.where(commit, tokens, x)
@@ -1699,9 +1722,10 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             masks = block & (x == M)
             candidates = eligible(again & ~seeds, shown == x, masks, shift)
             worth = score(u, *dependence(kv.attention, probe, masks, commit, candidates, shift))
+            check_shape(x, score=worth)
             few = (seed_share * candidates.sum(1)).ceil().long().clamp(max=max_seeds)
             few = torch.where(masks.any(1), torch.minimum(few, drafted - 1),
-                              torch.where(left > 0, x.shape[1], 0))
+                              torch.where(left > 0, L, 0))
             seeds = top_k(worth, apart(worth, candidates & (worth > min_score), int(shift)), few)
             if cache:
                 window = (None if refresh is not None and step % refresh == 0 else
@@ -1990,7 +2014,7 @@ def _check_ids(denoiser, ids, visible, name="prompt", first_row=0):
 
 def check_model(model, mask_id, eos_ids, pad_id, n_tokens):
     """The ValueErrors of Denoiser."""
-    if not isinstance(mask_id, int) or isinstance(mask_id, bool) or mask_id < 0:
+    if not isinstance(mask_id, Integral) or isinstance(mask_id, bool) or mask_id < 0:
         raise ValueError(f"mask_id is {mask_id!r}, expected the id of the mask token: this "
                          "checkpoint's files do not name it, so pass it, e.g. "
                          "load_denoiser(..., mask_id=126336) for LLaDA, 151666 for Dream")
@@ -2009,8 +2033,9 @@ def check_model(model, mask_id, eos_ids, pad_id, n_tokens):
         check_whole(0, **{name: i})
         if V is not None and i >= V:
             raise ValueError(f"{name} is {i}, but the model has {V} embeddings")
-    if mask_id in eos_ids:
-        raise ValueError(f"eos_ids is {tuple(eos_ids)} and holds the mask_id {mask_id}")
+    if mask_id in eos_ids or mask_id == pad_id:
+        raise ValueError(f"eos_ids is {tuple(eos_ids)}, pad_id {pad_id} and the mask_id {mask_id}: "
+                         "it can be neither")
 
 
 def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpone_eos,
@@ -2063,6 +2088,14 @@ def check_whole(least, **numbers):
             raise ValueError(f"{name} is {value!r}, expected a whole number from {least}")
 
 
+def check_shape(x, **values):
+    """ValueError unless each named value is a tensor of the shape of x."""
+    for name, value in values.items():
+        if getattr(value, "shape", None) != x.shape:
+            raise ValueError(f"{name} gave {tuple(getattr(value, 'shape', ())) or value!r}, "
+                             f"expected a tensor of shape {tuple(x.shape)}")
+
+
 def check_has(attribute, kind, **values):
     """ValueError unless each named value is None or has what its kind needs."""
     for name, value in values.items():
@@ -2076,6 +2109,23 @@ def check_one_of(options, **values):
         if not isinstance(value, str | None) or value not in options:
             *most, last = map(repr, options)
             raise ValueError(f"{name} is {value!r}, expected {', '.join(most)} or {last}")
+
+
+def check_cover(*, uncertainty, cache, score, refresh, min_score, spacing, max_seeds, max_checks,
+                closing, **shares):
+    """The ValueErrors of sample_cover's own knobs; shares: those from 0 to 1."""
+    check_number(0, 1, **shares)
+    check_number(-math.inf, math.inf, min_score=min_score)
+    check_whole(0, spacing=spacing, max_seeds=max_seeds, max_checks=max_checks, closing=closing)
+    check_one_of(("entropy", "commit"), uncertainty=uncertainty)
+    check_one_of((None, "prefix", "dual"), cache=cache)
+    check_has("__call__", "a callable", score=score)
+    check_whole(1, refresh=1 if refresh is None else refresh)
+    if refresh is not None and cache is None:
+        raise ValueError(f"refresh is {refresh}, but without a cache every forward is full")
+    if closing and not (max_seeds and max_checks):
+        raise ValueError(f"closing is {closing}, but with max_seeds {max_seeds} and max_checks "
+                         f"{max_checks} nothing is checked")
 
 
 def check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds):
@@ -2134,6 +2184,7 @@ KNOBS = {       # of single samplers: name -> type or choices, help
     "tau_remask": (float, "cover: re-mask a token below this probability"),
     "spacing": (int, "cover: replacements of one forward are farther apart than this"),
     "closing": (int, "cover: forwards that may check a full block"),
+    "max_checks": (int, "cover: how often a position is checked"),
 }
 
 
@@ -2209,6 +2260,8 @@ def main(argv=None):
         cli.error("--compare runs all samplers and shows no canvas: drop --sampler and --quiet")
     if args.seed is not None and args.temperature == 0 and args.remasking != "random":
         cli.error("--seed changes nothing at temperature 0")
+    if not 0 <= (args.seed or 0) < 2 ** 63:
+        cli.error(f"--seed is {args.seed}, expected a whole number from 0 of at most 63 bits")
     args.sampler = args.sampler or "llada"
     disable_progress_bar()
     if hasattr(sys.stdout, "reconfigure"):
@@ -2242,8 +2295,11 @@ def _knobs(args, name):
         raise ValueError(f"--verify trust accepts everything: it has no {', '.join(sorted(extra))}")
     rule, tau = knobs.pop("verify", "confidence"), knobs.pop("tau", None)
     if "verify" in takes:
-        knobs["verify"] = VERIFIERS[rule] if tau is None else functools.partial(VERIFIERS[rule],
-                                                                                tau=tau)
+        knobs["verify"] = VERIFIERS[rule]
+        if tau is not None:
+            knobs["verify"] = rule = functools.partial(VERIFIERS[rule], tau=tau)
+            nothing = torch.zeros(1, 2)
+            rule(nothing, nothing[:, 0].long(), nothing)    # ValueError of a bad tau
     return knobs
 
 
@@ -2256,11 +2312,17 @@ def _solve(denoiser, problem, args):
     for name in SAMPLERS if args.compare else [args.sampler]:
         live = None if args.quiet or args.compare else LiveCanvas(denoiser)
         start = time.perf_counter()
-        out = SAMPLERS[name](
-            denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
-            temperature=args.temperature, postpone_eos=args.postpone_eos,
-            early_stop=args.early_stop, callback=live, **_knobs(args, name),
-            generator=torch.Generator(denoiser.device).manual_seed(args.seed or 0))
+        try:
+            out = SAMPLERS[name](
+                denoiser, ids, attention_mask=mask, gen_length=args.gen_length,
+                temperature=args.temperature, postpone_eos=args.postpone_eos,
+                early_stop=args.early_stop, callback=live, **_knobs(args, name),
+                generator=torch.Generator(denoiser.device).manual_seed(args.seed or 0))
+        except ValueError as e:
+            if not args.compare:
+                raise
+            print(f"   {name:14s} {e}", flush=True)
+            continue
         seconds, answer = time.perf_counter() - start, denoiser.decode(out.generated)[0]
         if args.compare:
             print(f"   {name:14s} {int(out.nfe[0]):8d} {int(out.positions[0]):9d} {seconds:7.2f} "
@@ -2271,4 +2333,5 @@ def _solve(denoiser, problem, args):
 
 
 if __name__ == "__main__":
+    warnings.formatwarning = lambda message, *_: f"dlm_spec.py: {message}\n"
     main()

@@ -2,6 +2,7 @@
 """Every sampler on a LLaDA-8B-shaped model with random weights on a CUDA device, in bf16.
 
     python tests/gpu_check.py --json gpu.json        # minutes; says so and ends where there is none
+    python tests/gpu_check.py --compile                     # and some of them with compiled layers
     python tests/gpu_check.py --device cpu --shape mini --gen-length 8      # every line, anywhere
 
 Checks that nothing is masked or NaN, that COVER's dual view agrees with its definition, one softmax
@@ -113,7 +114,7 @@ def driver_count(device):
 
 
 def measure(denoiser, label, name, knobs, lengths, G):
-    """One sampler on prompts of these lengths: a row of the table, a dict."""
+    """One sampler on prompts of these lengths: a row of the table, a dict, and the tokens."""
     g, device = torch.Generator().manual_seed(1), denoiser.device
     prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
 
@@ -140,10 +141,10 @@ def measure(denoiser, label, name, knobs, lengths, G):
                 waits_per_forward=found.total() / out.calls,
                 driver_waits_per_forward=driver["seen"] / out.calls if cuda else None,
                 revisions=len(out.revisions),
-                where={f"{line} {op}": n for (line, op), n in found.most_common()})
+                where={f"{line} {op}": n for (line, op), n in found.most_common()}), out.sequences
 
 
-def show(row, width=18):
+def show(row, width=25):
     """A row of the table, or its head, as a str."""
     return "  ".join(f"{v:>{width}.2f}" if isinstance(v, float) else
                      f"{'-' if v is None else v!s:>{width}.{width}}" for v in row)
@@ -157,6 +158,7 @@ def main(argv=None):
     cli.add_argument("--device", default="cuda")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     cli.add_argument("--gen-length", type=int, default=64)
+    cli.add_argument("--compile", action="store_true", help="compare with compiled layers")
     cli.add_argument("--json", type=Path)
     args, begun = cli.parse_args(argv), time.perf_counter()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -173,11 +175,19 @@ def main(argv=None):
               f"{layer:.4f} in a layer, {seeds:.1e} of the logits (a plain forward {plain:.1e})")
         assert layer < 0.02, layer
         assert seeds < 2 * plain + 1e-5, (seeds, plain)
-        rows = []
-        for label, (name, knobs) in benchmark.SAMPLERS.items():
+        rows, tokens, todo = [], {}, [(label, "") for label in benchmark.SAMPLERS]
+        if args.compile:
+            todo += [(label, ", compiled") for label in ("llada", "fast_dllm, dual", "cover")]
+        for label, how in todo:
+            name, knobs = benchmark.SAMPLERS[label]
+            if how and not rows[-1]["sampler"].endswith(how):
+                denoiser.compile()
             for lengths in ([40], [40, 23, 31, 9]):
-                rows.append(measure(denoiser, label, name, knobs, lengths, args.gen_length))
-                cells = {k: v for k, v in rows[-1].items() if k != "where"}
+                row, x = measure(denoiser, label + how, name, knobs, lengths, args.gen_length)
+                eager = tokens.setdefault((label, len(lengths)), x)
+                row["same_tokens"] = float((x == eager).float().mean())
+                rows.append(row)
+                cells = {k: v for k, v in row.items() if k != "where"}
                 if len(rows) == 1:
                     print(show(k.replace("_per_", "/") for k in cells))
                 print(show(cells.values()), flush=True)

@@ -137,7 +137,8 @@ OTHERS = {
     "saber": [dict(n=5)],
     "cover": [dict(threshold=.3), dict(tau_replace=.2), dict(tau_remask=1.0), dict(max_seeds=1),
               dict(seed_share=.9), dict(min_score=3.5), dict(max_checks=1), dict(spacing=9),
-              dict(closing=4), dict(uncertainty="commit"), dict(probe_layers=(0,)),
+              dict(closing=4), dict(commit_cap=True), dict(remask_limit=False),
+              dict(uncertainty="commit"), dict(probe_layers=(0,)),
               dict(cache="dual"), dict(cache="dual", refresh=2),
               dict(score=lambda u, d_in, d_out: 9 - u)],
 }

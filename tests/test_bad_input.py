@@ -262,6 +262,9 @@ WRONG = {
         (dict(probe_layers=(1,)), r"probe_layers is \(1,\), expected layers out of 0..0"),
         (dict(probe_layers=(0.5,)), r"probe_layers is \(0.5,\), expected layers out of 0..0"),
         (dict(probe_layers=0), "probe_layers is 0, expected layers out of 0..0"),
+        (dict(closing=3, max_seeds=0), "closing is 3, but with max_seeds 0 and max_checks 2"),
+        (dict(score=lambda u, i, o: u[0]), r"score gave \(6,\), expected a tensor of shape"),
+        (dict(score=lambda u, i, o: 1.0), "score gave 1.0, expected a tensor of shape"),
         (dict(refresh=4), "refresh is 4, but without a cache every forward is full"),
         (dict(refresh=0, cache="dual"), "refresh is 0, expected a whole number from 1"),
         (dict(cache="dkv"), "cache is 'dkv', expected None, 'prefix' or 'dual'"),
@@ -290,6 +293,7 @@ def test_wrong_knobs_of_one_sampler(denoiser, name, given, message):
     (dict(mask_id=1.0), "mask_id is 1.0, expected the id"),
     (dict(mask_id="<mask>"), "mask_id is '<mask>', expected the id"),
     (dict(mask_id=40), "mask_id is 40, but the model has 40 embeddings"),
+    (dict(pad_id=M), r"eos_ids is \(\), pad_id 39 and the mask_id 39: it can be neither"),
     (dict(pad_id=40), "pad_id is 40, but the model has 40 embeddings"),
     (dict(pad_id=-1), "pad_id is -1, (expected|but the model has 40)"),
     (dict(pad_id="x"), "pad_id is 'x', expected"),
@@ -450,6 +454,8 @@ def test_wrong_references(out, given, message):
     ("--cache=dkv", "cache is 'dkv'"), ("--steps=4", "--sampler fast_dllm has no steps"),
     ("--verify=kl", "--sampler fast_dllm has no verify"),
     ("--seed=3", "--seed changes nothing at temperature 0"),
+    ("--sampler=dual_diffusion --tau=7", "tau is 7.0"),
+    (f"--temperature=1 --seed={2 ** 70}", "--seed is 1180591620717411303424"),
     ("--compare", "--compare runs all samplers and shows no canvas: drop --sampler and --quiet"),
 ])
 def test_the_command_line_says_which_option_is_wrong(option, message, capsys):
@@ -457,7 +463,7 @@ def test_the_command_line_says_which_option_is_wrong(option, message, capsys):
     argv = ["--device=cpu", "--quiet", "--gen-length=4", "--sampler=fast_dllm", "--threshold=.5"]
     with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dlm_spec.main([*argv, *([option] if option[0] != "-" else ["What is it?", option])])
+        dlm_spec.main([*argv, "What is it?", *option.split()])
     assert stop.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 

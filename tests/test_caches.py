@@ -152,7 +152,7 @@ def test_a_cache_processes_fewer_positions(cache, positions):
 
 
 def test_a_shifted_window_counts_the_column_before_it():
-    """ALGORITHMS 9: one more column in each of the 3 windows of both blocks."""
+    """Shifted models: one more column in each of the 3 windows of both blocks."""
     def shifted(ids, position_ids):
         return torch.nn.functional.pad(two_at_a_time(ids, position_ids)[:, 1:], (0, 0, 0, 1))
     out = sample_fast_dllm(Denoiser(Table(shifted), M, shift=True), random_ids(1, 6),

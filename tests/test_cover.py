@@ -1,5 +1,6 @@
 """WINO, Saber, COVER: the two views of a forward, seeds, outcomes, statistics."""
 import itertools
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -338,12 +339,34 @@ def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypat
             assert len(full) <= 2 * closing
             if closing == 0:
                 assert not full
-                plain = [sample_cover(d, [[1, 2, 3]], gen_length=16, block_length=8, threshold=.5,
-                                      closing=c, max_seeds=0, cache=cache) for c in (0, 9)]
-                assert plain[0].nfe == plain[1].nfe and not plain[1].revisions
             if closing == 40:
                 checked = torch.stack([now.seeds[0] for now in seen]).any(0)
                 assert checked[3:].all() and not checked[:3].any() and full
+
+
+@pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])
+def test_a_cap_on_commits_and_none_on_re_masks(make, shift):
+    """The cap is WINO's, whose first forward commits the same tokens; without a limit a forward may
+    re-mask more than it commits, and max_checks alone ends it."""
+    knobs = dict(gen_length=40, block_length=40, threshold=0.0)
+    beyond = 0
+    for seed in range(6):
+        d = Denoiser(lively(make, 3, seed), M, shift=shift)
+        first = [s(d, [[1, 2, 3]], history=True, **knobs, **k).history[1] for s, k in
+                 ((sample_cover, dict(commit_cap=True)), (sample_wino, {}))]
+        assert torch.equal(*first) and (first[0] != M).sum() == 3 + 20
+        for limit in (True, False):
+            out = sample_cover(d, [[1, 2, 3]], commit_cap=True, remask_limit=limit, tau_replace=1.0,
+                               tau_remask=1.0, max_seeds=30, seed_share=1.0, max_checks=3,
+                               history=True, **knobs)
+            assert (out.sequences != M).all() and int(out.nfe) <= 40 + len(out.revisions)
+            assert all(n <= 3 for n in Counter(r.position for r in out.revisions).values())
+            back = Counter(r.forward for r in out.revisions)
+            for t, (before, after) in enumerate(itertools.pairwise(out.history), 1):
+                commits = int(((before == M) & (after != M)).sum())
+                assert not limit or back[t] < max(commits, 1)
+                beyond += back[t] >= commits
+    assert beyond
 
 
 def test_a_full_block_is_not_checked_twice_when_nothing_changes(monkeypatch):
@@ -449,7 +472,7 @@ def test_rows_of_a_batch_equal_single_runs(sampler, make, shift):
 
 @revocable
 def test_nfe_is_counted_and_bounded(sampler):
-    """CASES 15, ALGORITHMS 8: never more forwards than masks and revisions."""
+    """CASES 15: never more forwards than masks and revisions."""
     for seed in range(4):
         model, rows = lively(tiny_llama, 2, seed), []
         model.model.register_forward_pre_hook(lambda *a, rows=rows: rows.append(

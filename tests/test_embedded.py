@@ -150,6 +150,15 @@ def test_the_command_line_compares_all_samplers(capsys):
     assert all(f"   {name} " in out for name in dlm_spec.SAMPLERS) and out.count("####") >= 3
 
 
+def test_a_comparison_goes_on_after_a_sampler_that_refuses(capsys):
+    """The options are for all samplers: one that cannot take them says why in its row."""
+    dlm_spec.main(["Ann has 5 pens. How many?", "--device", "cpu", "--compare", "--gen-length",
+                   "8", "--steps", "4", "--threshold", ".8", "--cache", "dkv"])
+    out = capsys.readouterr().out
+    assert "threshold and steps were given" in out and "cache is 'dkv'" in out
+    assert re.search(r"saber +\d", out)
+
+
 def test_a_reader_that_leaves_ends_the_command_quietly():
     run = subprocess.run(f"{sys.executable} dlm_spec.py --device cpu | head -1", cwd=ROOT,
                          shell=True, text=True, capture_output=True, timeout=300)

@@ -2,13 +2,20 @@
 on tiny random models and on tables."""
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from helpers import VOCAB, M, Table, no_mask, oracle, random_ids, tiny_llama, tiny_qwen2, tiny_qwen3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
-from dlm_spec import Denoiser, KVCache, Work
+from dlm_spec import (
+    Denoiser,
+    KVCache,
+    Work,
+    sample_cover,
+    sample_fast_dllm,
+)
 
 NINF = -torch.inf
 MODELS = {
@@ -468,6 +475,11 @@ def test_denoiser_switches_dropout_off():
     assert not model.training
 
 
+def test_ids_of_numpy_are_ids():
+    d = Denoiser(Table(torch.randn(4, VOCAB)), np.int64(3), eos_ids=np.array([1, 2]))
+    assert (d.mask_id, d.eos_ids) == (3, (1, 2)) and type(d.mask_id) is type(d.eos_ids[0]) is int
+
+
 @pytest.mark.parametrize("mask_id", [None, -1, True, 3.0, "5"])
 def test_a_missing_mask_id_is_refused(mask_id):
     """CASES 32: a mask id that the checkpoint's files leave null is an error that says
@@ -608,3 +620,34 @@ def test_misuse_of_the_denoiser_is_named():
         Denoiser(tiny_llama(1), 60)
     with pytest.raises(ValueError, match="pad_id is 70"):
         Denoiser(tiny_llama(1), M, pad_id=70)
+
+
+def test_a_compiled_model_gives_the_same_tokens_and_compiles_once():
+    """A forward is one graph, without a break; a second decode adds none, not even of other sizes,
+    but for those where a size is 1."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    eager, compiled = (Denoiser(tiny_qwen2(1), M, shift=True) for _ in range(2))
+    compiled.compile(backend=backend, fullgraph=True)
+    for sampler, knobs, more in ((sample_fast_dllm, dict(cache="dual"), 0),
+                                 (sample_cover, dict(threshold=0.2), 3)):
+        found = []
+        for P, gen_length in ((6, 16), (6, 16), (9, 24)):
+            prompts = [*random_ids(1, P), *random_ids(1, P - 2)]
+            want, got = (sampler(d, prompts, gen_length=gen_length, block_length=8, **knobs)
+                         for d in (eager, compiled))
+            assert torch.equal(want.sequences, got.sequences)
+            found.append(len(graphs))
+        assert found[0] == found[1], sampler
+        assert found[2] <= found[1] + more, sampler
+    assert 3 < len(graphs) < 16
+
+
+def test_a_plain_callable_is_not_compiled():
+    with pytest.raises(ValueError, match="plain callable"):
+        Denoiser(Table(torch.randn(4, VOCAB)), M).compile()

@@ -155,7 +155,7 @@ def sources():
 def called(node):
     """The dotted name of what a call calls."""
     f = node.func
-    return ("." if not isinstance(f, ast.Attribute) else f"{getattr(f.value, 'id', '')}.") + (
+    return ("." if not isinstance(f, ast.Attribute) else f"{getattr(f.value, 'id', '_')}.") + (
         f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", ""))
 
 
