@@ -8,6 +8,7 @@ shared machine changes both sides alike.
     overhead   a sampler's wall time / that of its own forwards alone, run bare: same canvases,
                same positions, same keys and values
     kinds      one forward of each kind / a plain full forward
+    compiled   a forward with compiled layers / one without, kind by kind
     head       token and confidence of 32 of 128 positions at V = 126,464, and of all of them,
                against softmax of the whole (B, L, V) in float64: seconds and peak of memory
     scaling    a COVER step, all that its loop does included, / a plain forward, over L, B and V
@@ -119,8 +120,8 @@ def overhead(denoiser, label, prompt, G, repeats):
     return dict(ratio=statistics.median(found), forwards=len(bare))
 
 
-def kinds(denoiser, L, B, repeats):
-    """Each kind of forward against a plain full one; the block is 32 positions in the middle."""
+def forms(denoiser, L, B):
+    """The kinds of forwards: name -> function; the block is 32 positions in the middle."""
     device = denoiser.device
     x = torch.randint(0, denoiser.mask_id, (B, L), device=device)
     column = torch.arange(L, device=device).expand(B, L)
@@ -137,7 +138,7 @@ def kinds(denoiser, L, B, repeats):
         at = (L // 2 + 1 + 2 * torch.arange(n, device=device)).expand(B, n)
         return torch.zeros_like(block).scatter(1, at, True)
 
-    forms = {
+    return {
         "plain": plain,
         "full, storing": lambda: denoiser(x, block, kv=kv),
         "prefix window": lambda: denoiser(x, block, kv=kv, window=column >= L // 2),
@@ -152,7 +153,21 @@ def kinds(denoiser, L, B, repeats):
         "dual view, 8 seeds, probes": lambda: denoiser(x, block, kv=kv, seeds=seeds(8),
                                                        probe=block),
     }
-    return {name: ratio(f, plain, device, repeats) for name, f in forms.items()}
+
+
+def kinds(denoiser, L, B, repeats):
+    """Each kind of forward against a plain full one."""
+    found = forms(denoiser, L, B)
+    return {k: ratio(f, found["plain"], denoiser.device, repeats) for k, f in found.items()}
+
+
+def compiled(denoiser, shape, L, B, repeats):
+    """Some kinds of forwards with compiled layers against the same without."""
+    fast = build(shape, denoiser.device, next(denoiser.model.parameters()).dtype)
+    fast.compile()
+    pairs = zip(forms(fast, L, B).items(), forms(denoiser, L, B).values())
+    return {name: ratio(f, g, denoiser.device, repeats) for (name, f), g in pairs
+            if name in ("plain", "dual window of 32", "dual view, 8 seeds")}
 
 
 def peak(f, device):
@@ -259,7 +274,7 @@ def batch(device, repeats, n=8, G=64):
                  device, repeats)
 
 
-PARTS = ("overhead", "kinds", "head", "scaling", "speed", "batch")
+PARTS = ("overhead", "kinds", "compiled", "head", "scaling", "speed", "batch")
 
 
 def main(argv=None):
@@ -284,6 +299,7 @@ def main(argv=None):
         "overhead": lambda: {label: overhead(denoiser, label, prompt, 32, few)
                              for label in SAMPLERS},
         "kinds": lambda: kinds(denoiser, 256, 1, args.repeats),
+        "compiled": lambda: compiled(denoiser, args.shape, 256, 1, args.repeats),
         "head": lambda: head(args.device, args.repeats),
         "scaling": lambda: scaling(denoiser, args.shape, few),
         "speed": lambda: speed(args.device, few), "batch": lambda: batch(args.device, few)}

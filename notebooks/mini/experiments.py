@@ -27,6 +27,9 @@ G = 64
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
 # COVER with our two additions, and outcomes that replace sooner
 CHECKED = dict(spacing=4, closing=8, tau_replace=0.5, tau_remask=0.5)
+# COVER that takes back instead of replacing, all that it doubts at once, and drafts as WINO does
+REMASKING = dict(tau_replace=1.0, tau_remask=0.5, remask_limit=False, commit_cap=True, closing=2,
+                 max_seeds=16, seed_share=0.5, max_checks=4)
 
 
 def sweep():
@@ -36,6 +39,10 @@ def sweep():
     yield from (("saber", dict(n=n)) for n in (1, 2, 4))
     yield from (("cover", dict(threshold=t)) for t in THRESHOLDS)
     yield from (("cover", dict(threshold=t, **CHECKED)) for t in THRESHOLDS)
+    yield from (("cover", dict(threshold=t, **REMASKING)) for t in THRESHOLDS[:4])
+    yield from (("cover", dict(threshold=0.4) | REMASKING | more) for more in (
+        dict(closing=1), dict(closing=4), dict(remask_limit=True), dict(commit_cap=False),
+        dict(tau_replace=0.5), dict(max_seeds=64, seed_share=1.0, max_checks=8)))
     for more in (dict(closing=0), dict(spacing=0), dict(tau_replace=0.9, tau_remask=0.2),
                  dict(uncertainty="commit"), dict(seed_share=1.0, max_seeds=16),
                  dict(cache="prefix"), dict(cache="prefix", refresh=2)):
@@ -57,11 +64,13 @@ CHOSEN = [      # one setting of each method, for all families
     ("dual_diffusion", dict(threshold=0.5, cache=None, **DRAFT)),
     ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)),
     ("cover", dict(threshold=0.7, cache="prefix", refresh=2, **CHECKED)),
-    ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.6))]
+    ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.6)),
+    ("cover", dict(threshold=0.7, **REMASKING))]
 NAMES = {"llada": "LLaDA", "fast_dllm": "threshold", "dkv": "dKV", "wino": "WINO",
          "dual_diffusion": "DualDiffusion", "saber": "Saber", "cover": "COVER"}
 CURVES = [      # more settings of each, for cost against accuracy on MiniMath
     *(("cover", dict(threshold=t, **CHECKED)) for t in (0.4, 0.5, 0.6)),
+    *(("cover", dict(threshold=t, **REMASKING)) for t in (0.4, 0.5, 0.6)),
     ("fast_dllm", dict(threshold=0.7)), ("wino", dict(threshold=0.5)),
     *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)), ("saber", dict(n=4)),
     ("dual_diffusion", dict(threshold=0.6, cache=None, **DRAFT)), ("cover", dict(threshold=0.5)),
@@ -128,7 +137,8 @@ def curves(split, family):
 def decoder(r):
     """A record's decoder and settings in words, without the threshold."""
     k, name = r["knobs"], NAMES[r["sampler"]]
-    return ", ".join([name, *(["closing"] if k.get("closing") else []),
+    how = "re-masking" if k.get("commit_cap") else "closing" if k.get("closing") else ""
+    return ", ".join([name, *([how] if how else []),
                       *([f"{k['cache']} cache"] if k.get("cache") else [])])
 
 
