@@ -1610,7 +1610,7 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
             ever, latest = ever | commit, torch.where(commit, confidence, latest)
             x = torch.where(commit, tokens, x)
             D, unfinished = commit.sum(1), (masks & ~commit).any(1)
-            k = torch.minimum(((D.clamp(min=n) + 7) // 8).clamp(min=n // 2), D - 1)
+            k = torch.minimum(((D + 7) // 8).clamp(min=n // 2), D - 1)
             fall = (confidence - last).masked_fill(~ask, torch.inf)
             remask = top_k(-fall, ask & (x != denoiser.mask_id) & (fall < torch.inf),
                            torch.where(unfinished, k, 0))

@@ -669,3 +669,22 @@ def test_fewer_are_checked_and_remasked_than_committed(monkeypatch):
     assert caps == [[n - 1 for n in row] for row in commits] and max(map(max, caps)) > 0
     pairs = [(n, cap) for row, then in zip(caps, seeds[1:]) for cap, n in zip(row, then)]
     assert all(n <= max(cap, 0) for n, cap in pairs) and any(n == cap > 0 for n, cap in pairs)
+
+
+@pytest.mark.parametrize("n", [1, 2, 6, 9])
+def test_saber_takes_back_half_of_n_or_an_eighth_of_the_commits(n):
+    """max(n // 2, ceil(D / 8)) but fewer than D, until the block is full."""
+    seen = set()
+    for seed in range(4):
+        d = Denoiser(lively(tiny_llama, 3, seed), M)
+        out = sample_saber(d, [[1, 2, 3]], gen_length=40, block_length=40, n=n, history=True)
+        back = Counter(r.forward for r in out.revisions)
+        for t, (before, after) in enumerate(itertools.pairwise(out.history), 1):
+            kept = ((before == M) & (after != M)).sum()
+            own = {r.position for r in out.revisions if r.forward == t
+                   and before[0, r.position] == M}
+            D, full = int(kept) + len(own), not (after == M).any()
+            want = 0 if full else min(max(n // 2, -(-max(D, n) // 8)), D - 1)
+            assert back[t] == want, (t, D)
+            seen.add(want)
+    assert len(seen) > 1 or n == 1
