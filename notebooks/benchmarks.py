@@ -199,7 +199,8 @@ def grade_mini(docs, texts):
 
 class Benchmark(NamedTuple):
     """prompt: doc -> str; shot: doc -> the answer of a few-shot example; grade; where the data is:
-    hub id, configuration, split, split of the few-shot examples; whether it runs programs."""
+    hub id, configuration, split, split of the few-shot examples; whether it runs programs. For base
+    models: how many examples, what comes behind an answer, another prompt."""
     prompt: Callable
     shot: Callable
     grade: Callable
@@ -208,21 +209,27 @@ class Benchmark(NamedTuple):
     split: str = "test"
     fewshot: str | None = None
     code: bool = False
+    base_shots: int = 0
+    base_stop: tuple = ("\n\n",)
+    base_prompt: Callable | None = None
 
 
 BENCHMARKS = {
     "mmlu": Benchmark(mmlu_prompt, lambda d: f"Answer: {'ABCD'[d['answer']]}", grade_mmlu,
-                      "cais/mmlu", "all", fewshot="dev"),
+                      "cais/mmlu", "all", fewshot="dev", base_shots=5),
     "mmlu_letter": Benchmark(mmlu_letter_prompt, lambda d: "ABCD"[d["answer"]], grade_mmlu,
-                             "cais/mmlu", "all", fewshot="dev"),
+                             "cais/mmlu", "all", fewshot="dev", base_shots=5),
     "gsm8k": Benchmark(gsm8k_prompt, lambda d: d["answer"], grade_gsm8k,
-                       "openai/gsm8k", "main", fewshot="train"),
+                       "openai/gsm8k", "main", fewshot="train", base_shots=4),
     "math500": Benchmark(math500_prompt, lambda d: d["solution"], grade_math500,
                          "HuggingFaceH4/MATH-500"),
     "humaneval": Benchmark(humaneval_prompt, lambda d: d["canonical_solution"], grade_humaneval,
-                           "openai/openai_humaneval", code=True),
+                           "openai/openai_humaneval", code=True,
+                           base_stop=("\ndef ", "\nclass ", "\nif ", "\nprint", "\n#", "\n@"),
+                           base_prompt=lambda d: d["prompt"]),
     "mbpp": Benchmark(mbpp_prompt, lambda d: f"```python\n{d['code']}\n```", grade_mbpp,
-                      "google-research-datasets/mbpp", "full", fewshot="prompt", code=True),
+                      "google-research-datasets/mbpp", "full", fewshot="prompt", code=True,
+                      base_shots=3, base_stop=("\n```\n\n",)),
 } | {f"mini_{f}": Benchmark(lambda d: d["prompt"], lambda d: d["answer"], grade_mini,
                             code=f == "code") for f in tasks.FAMILIES}
 
@@ -231,6 +238,7 @@ BENCHMARKS = {
 # Settings: the papers' numbers, in one place.
 
 CHECKPOINTS = {"mini": None, "llada": "GSAI-ML/LLaDA-8B-Instruct",
+               "llada-base": "GSAI-ML/LLaDA-8B-Base",
                "llada-1.5": "GSAI-ML/LLaDA-1.5", "dream": "Dream-org/Dream-v0-Instruct-7B",
                "diffucoder": "apple/DiffuCoder-7B-cpGRPO"}
 TAU = {"gsm8k": .6, "math500": .7, "humaneval": .7, "mbpp": .8}     # WINO's tau_1; elsewhere .7
@@ -298,11 +306,12 @@ def write_json(docs, path):
     return str(path)
 
 
-def task(benchmark, data=None, shuffle=False, **dataset_kwargs):
+def task(benchmark, data=None, shuffle=False, base=False, **dataset_kwargs):
     """A task of lm-evaluation-harness (dict) with the metric `acc`.
 
     data: a JSON-lines file to read instead of the hub's data set. shuffle: in a fixed order, so
-    that a `limit` is a random sample. dataset_kwargs: for datasets.load_dataset.
+    that a `limit` is a random sample. base: for a base model, whose text ends where it goes on with
+    a next problem. dataset_kwargs: for datasets.load_dataset.
     """
     b = BENCHMARKS[benchmark]
     if data is not None:
@@ -312,16 +321,19 @@ def task(benchmark, data=None, shuffle=False, **dataset_kwargs):
         dataset_name=b.name if data is None else None, dataset_kwargs=dataset_kwargs,
         test_split=b.split, fewshot_split=b.fewshot if data is None else None,
         process_docs=(lambda d: d.shuffle(seed=0)) if shuffle else None,
-        output_type="generate_until", doc_to_text=b.prompt, doc_to_target=b.shot,
+        output_type="generate_until", doc_to_text=(base and b.base_prompt) or b.prompt,
+        doc_to_target=b.shot,
         process_results=lambda doc, texts: {"acc": b.grade([doc], texts)[0]},
         metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)],
-        generation_kwargs=dict(until=[], do_sample=False), unsafe_code=b.code)
+        generation_kwargs=dict(until=[*b.base_stop] if base else [], do_sample=False),
+        unsafe_code=b.code)
 
 
-def run(lm, benchmark, data=None, n=None, num_fewshot=0, **dataset_kwargs):
+def run(lm, benchmark, data=None, n=None, num_fewshot=None, base=False, **dataset_kwargs):
     """Decode and grade `n` problems (a fixed random sample; None: all) through the harness.
 
-    lm: a DlmSpecLM. Programs that it writes are run. Returns a dict: n, right, accuracy, interval
+    lm: a DlmSpecLM. base: it is no chat model: no chat template, and by default as many examples as
+    usual (else none). Programs that it writes are run. Returns a dict: n, right, accuracy, interval
     (95 % Wilson), marks, docs, texts, and means per problem of this process: nfe, positions,
     tokens_per_forward, seconds. With several processes None on all but the first.
     """
@@ -329,8 +341,10 @@ def run(lm, benchmark, data=None, n=None, num_fewshot=0, **dataset_kwargs):
     from lm_eval.tasks import TaskManager
     lm.costs, lm.seconds = [], 0.0
     found = simple_evaluate(
-        lm, tasks=[task(benchmark, data, shuffle=n is not None, **dataset_kwargs)], limit=n,
-        num_fewshot=num_fewshot, apply_chat_template=bool(lm.tokenizer.chat_template),
+        lm, tasks=[task(benchmark, data, n is not None, base, **dataset_kwargs)], limit=n,
+        num_fewshot=(BENCHMARKS[benchmark].base_shots if base and data is None else 0)
+        if num_fewshot is None else num_fewshot,
+        apply_chat_template=bool(lm.tokenizer.chat_template) and not base,
         bootstrap_iters=0, confirm_run_unsafe_code=True,
         task_manager=TaskManager(include_defaults=False))       # else it reads thousands of files
     if found is None:
@@ -363,7 +377,7 @@ def main(argv=None):
     cli.add_argument("--model", choices=CHECKPOINTS, default="llada")
     cli.add_argument("--data", help="a JSON-lines file instead of the hub's data set")
     cli.add_argument("--gen-length", type=int, help="default: see settings")
-    cli.add_argument("--num-fewshot", type=int, default=0)
+    cli.add_argument("--num-fewshot", type=int, help="default: none; base models 3 to 5")
     cli.add_argument("--batch-size", type=int, default=8)
     cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")
     cli.add_argument("--json", type=Path, help="append the results here, a line each")
@@ -372,7 +386,8 @@ def main(argv=None):
         for decoder in args.decoders:
             lm = DlmSpecLM(model or CHECKPOINTS[args.model], batch_size=args.batch_size,
                            **settings(decoder, name, args.gen_length, args.model))
-            model, r = lm.denoiser, run(lm, name, args.data, args.n, args.num_fewshot)
+            model, r = lm.denoiser, run(lm, name, args.data, args.n, args.num_fewshot,
+                                        base=args.model.endswith("-base"))
             if r is None:
                 continue
             low, high = r["interval"]

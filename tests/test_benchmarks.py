@@ -200,6 +200,31 @@ def test_the_command_line_prints_and_appends_a_line_per_decoder(tmp_path, capsys
     assert rows[0]["nfe"] == 8 and "gsm8k      cover           0/2" in capsys.readouterr().out
 
 
+def test_a_base_model_sees_no_chat_and_stops_at_the_next_problem(tmp_path):
+    """HumanEval's prompt is the bare function; the text ends before what a base model goes on
+    with; examples come from the hub's few-shot split."""
+    adapter = pytest.importorskip("lm_eval_dlm", reason="pip install lm-eval", exc_type=ImportError)
+    docs = list(read_problems().values())[:2]
+    base, chat = (b.task("humaneval", "x", base=how) for how in (True, False))
+    assert base["doc_to_text"](docs[0]) == docs[0]["prompt"] != chat["doc_to_text"](docs[0])
+    more = docs[0]["canonical_solution"] + "\n\ndef another(x):\n    return x)\n"
+    stops = base["generation_kwargs"]["until"]
+    cut = more[:min(more.find(s) for s in stops if s in more)]
+    assert b.grade_humaneval(docs[:1] * 2, [cut, more]) == [True, False]
+    assert b.task("gsm8k", base=True)["generation_kwargs"]["until"] == ["\n\n"]
+    assert not b.task("gsm8k")["generation_kwargs"]["until"]
+    lm, seen = adapter.DlmSpecLM(device="cpu", steps=1, gen_length=4), []
+    lm.generate_until, answer = (lambda requests, **_: seen.extend(requests) or
+                                 answer(requests)), lm.generate_until
+    data = b.write_json([GSM8K], tmp_path / "d")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for how in (True, False):
+            b.run(lm, "gsm8k", data, base=how, cache_dir=str(tmp_path))
+    assert seen[0].args[0] == b.gsm8k_prompt(GSM8K) and len(seen) == 2
+    assert seen[0].args[1]["until"] == ["\n\n"] and not seen[1].args[1]["until"]
+
+
 def test_all_reference_solutions_of_humaneval_pass():
     docs = list(read_problems().values())
     assert all(b.grade_humaneval(docs, [d["canonical_solution"] for d in docs]))
