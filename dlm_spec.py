@@ -324,37 +324,43 @@ class Denoiser:
         if cfg_scale and (given is None or kv is not None):
             raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
                              "and takes no kv")
-        seeds = None if seeds is None or not seeds.any() else seeds
-        for name, value in (("a window", window), ("seeds", seeds)):
-            if value is not None and (kv is None or not (kv.k or self._head is None)):
-                raise ValueError(f"{name} needs a kv that an earlier forward has filled")
         if ask.dtype != torch.bool or ask.shape != x.shape or x.ndim != 2:
             raise ValueError(f"ask is {ask.dtype} of shape {tuple(ask.shape)} and x has shape "
                              f"{tuple(x.shape)}, expected bool, both (B, L)")
-        B, rows = len(x), rows_with(ask)
-        x, ask, attention_mask, given, window, seeds, probe = (
-            t if t is None or rows is None else t[rows]
-            for t in (x, ask, attention_mask, given, window, seeds, probe))
         visible, position_ids, late = self._layout(x, attention_mask)
-        row, column = ask.nonzero(as_tuple=True)
-        look = None if visible.all() else visible[:, None, None]      # no mask: the faster kernels
+        column, live = torch.arange(x.shape[1], device=x.device), ask.any(1)
+        outside = torch.zeros_like(ask)
+        if window is not None:
+            window = earlier_too(window & visible, self.shift) & visible
+            outside = ask & ~window.gather(1, column - late)
+        N, R, padded, out, n, S, m = read(ask.sum(), live.sum(), (~visible & live[:, None]).any(),
+                                          outside.any(), *(widest(t, live) for t in (
+                                              window, seeds, probe)))
+        for name, value in (("a window", window is not None), ("seeds", S)):
+            if value and (kv is None or not (kv.k or self._head is None)):
+                raise ValueError(f"{name} needs a kv that an earlier forward has filled")
+        if out:
+            raise ValueError("ask holds positions that are read outside the window")
+        B, rows = len(x), rows_with(live, R)
+        x, ask, visible, position_ids, late, given, window, seeds, probe = (
+            t if t is None or rows is None else t[rows]
+            for t in (x, ask, visible, position_ids, late, given, window, seeds, probe))
+        row, column = places(ask, N)
+        look = visible[:, None, None] if padded else None       # no mask: the faster kernels
         cost, positions, index = visible.sum(1), None, None
-        if seeds is not None:
+        if S:
             x = x.masked_fill(seeds, self.mask_id)
         column = column - late[row, column]     # shifted: i is read at i-1, the first at itself
         if window is not None:
-            window = earlier_too(window & visible, self.shift) & visible
-            if not window[row, column].all():
-                raise ValueError("ask holds positions that are read outside the window")
-            cost, positions = window.sum(1), columns_of(window)
+            cost, positions = window.sum(1), columns_of(window, n)
             index = window.cumsum(1) - 1        # canvas column -> token of this forward
             column = index[row, column]
             x, position_ids = x.gather(1, positions), position_ids.gather(1, positions)
         if kv is not None:
-            view = (None if seeds is None else
-                    dual_view(seeds, late, visible, self.shift, positions, index))
+            view = (dual_view(seeds, late, visible, self.shift, positions, index, S) if S else
+                    None)
             if probe is not None:
-                probe = columns_of(probe)
+                probe = columns_of(probe, m)
                 probe = probe if index is None else index.gather(1, probe)
             kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
@@ -382,15 +388,16 @@ class Denoiser:
 
         Returns logits (N, V) of `ask` and (C, V) of `checked`; all else as in __call__.
         """
-        B, rows = len(x), rows_with(ask | checked)
+        B, shadow, live = len(x), checked if shadow is None else shadow, (ask | checked).any(1)
+        N, C, R, S = read(ask.sum(), checked.sum(), live.sum(), widest(shadow, live))
+        rows = rows_with(live, R)
         x, ask, checked, shadow, attention_mask = (
             t if t is None or rows is None else t[rows]
-            for t in (x, ask, checked, checked if shadow is None else shadow, attention_mask))
+            for t in (x, ask, checked, shadow, attention_mask))
         visible, position_ids, late = self._layout(x, attention_mask)
-        R, L = x.shape
-        row, column = ask.nonzero(as_tuple=True)
-        at = columns_of(shadow)                             # (R, S) the columns with a shadow
-        S, real = at.shape[1], torch.arange(at.shape[1], device=x.device) < shadow.sum(1)[:, None]
+        (R, L), (row, column) = x.shape, places(ask, N)
+        at = columns_of(shadow, S)                          # (R, S) the columns with a shadow
+        real = torch.arange(S, device=x.device) < shadow.sum(1)[:, None]
         source = at - late.gather(1, at)
         token = torch.where(late.gather(1, at) > 0, x.gather(1, source), self.mask_id)
         look = F.pad(visible[:, None].expand(R, L + S, L), (0, S)).clone()
@@ -399,7 +406,7 @@ class Denoiser:
         if self.shift:      # nor a shadow that carries x[i]; each sees itself
             look[:, L:, L:] &= source[:, None] != at[..., None]
             look[:, L:, L:] |= torch.eye(S, dtype=torch.bool, device=x.device)
-        c_row, c_index = checked.nonzero(as_tuple=True)
+        c_row, c_index = places(checked, C)
         c_index = (shadow.cumsum(1) - 1)[c_row, c_index]
         if kv is not None:
             kv.begin(B, rows, None, shadow=S)
@@ -517,14 +524,15 @@ def embeddings_of(model):
             if hasattr(model, "get_input_embeddings") else None)
 
 
-def dual_view(seeds, late, visible, shift, positions=None, index=None):
+def dual_view(seeds, late, visible, shift, positions=None, index=None, S=None):
     """The DualView of a forward. seeds, visible: (R, L) bool; late: (R, L), how much earlier a
-    column is read; positions, index: the forward's window, see Denoiser.__call__.
+    column is read; positions, index: the forward's window, see Denoiser.__call__; S: how many
+    seeds the fullest row has, where that is known.
 
     In a shifted model a seed i is read at row i-1, which has seen x[i] in the forward before: so
     both columns come from the store for everyone else, and both are fresh for row i-1.
     """
-    at = columns_of(seeds)
+    at = columns_of(seeds, S)
     R, S = at.shape
     read = at - late.gather(1, at)
     own = torch.zeros(R, S, seeds.shape[1], dtype=torch.bool, device=seeds.device)
@@ -541,12 +549,32 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None):
     return DualView(hold, read, fresh, look[:, None], seeds.any(1)[:, None, None, None])
 
 
-def rows_with(ask):
-    """The rows of ask (B, L) bool with any True, (R,); None: all of them, which need no copying."""
-    rows = ask.any(1).nonzero()[:, 0]
-    if len(rows) == 0:
+def read(*values):
+    """0-d tensors as ints, all at once: at each such call the host waits for the device."""
+    return torch.stack([v.long() for v in values]).tolist()
+
+
+def widest(flag, live):
+    """How many True the fullest of the rows `live` (B,) of flag (B, L) has, 0-d; 0 for None."""
+    return (live[:, None] & (live[:, None] & False if flag is None else flag)).sum(1).max()
+
+
+def places(flag, n):
+    """The indices of the n True of a bool tensor, in row-major order, as nonzero gives them, which
+    would have to ask the device for n."""
+    return torch.nonzero_static(flag, size=n).unbind(1)
+
+
+def among(part, ask, n):
+    """(n,) which of the candidates of `ask` (B, L) the n of `part` are, a part of them."""
+    return (ask.flatten().cumsum(0) - 1)[places(part.flatten(), n)[0]]
+
+
+def rows_with(live, R):
+    """The R rows of live (B,) that are True; None: all of them, which need no copying."""
+    if R == 0:
         raise ValueError("ask is False everywhere: there is nothing to forward")
-    return None if len(rows) == len(ask) else rows
+    return None if len(live) == R else places(live, R)[0]
 
 
 def earlier_too(window, shift):
@@ -571,12 +599,13 @@ def eligible(tokens, valid, masks, shift):
     return tokens & F.pad(valid, (1, 0), value=True)[:, :-1] & ~F.pad(masks, (0, 1))[:, 1:]
 
 
-def columns_of(window):
+def columns_of(window, n=None):
     """(B, L) bool -> (B, n) the columns of each row in order, n those of the fullest row; the other
     rows repeat their first one at the end."""
-    n = window.sum(1, keepdim=True)
-    columns = window.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :int(n.max())]
-    return torch.where(torch.arange(columns.shape[1], device=n.device) < n, columns, columns[:, :1])
+    n = int(window.sum(1).max()) if n is None else n
+    columns = window.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :n]
+    real = torch.arange(n, device=window.device) < window.sum(1, keepdim=True)
+    return torch.where(real, columns, columns[:, :1])
 
 
 def pad_left(rows, pad_id):
@@ -905,9 +934,9 @@ def propose(denoiser, x, ask, logits, *, temperature=0.0, remasking="low_confide
     Returns tokens (x where not asked), confidence (1 where not asked), and score, by which
     samplers choose: the confidence, but -inf for an eos that is postponed.
     """
-    rows = None         # of each candidate; who needs it waits for the device
+    rows = None         # of each candidate
     if logits_processor is not None or isinstance(generator, (list, tuple)):
-        rows = ask.nonzero()[:, 0]
+        rows = places(ask, len(logits))[0]
     if suppress_eos:
         logits[:, denoiser.eos_ids[0]] = -torch.inf
     if logits_processor is not None:
@@ -1376,7 +1405,7 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
             due = s.due(masks.any(1))
             drafting = masks.any(1) & ~due
             parts = {"verify": due, "full": drafting & ~s.stored, "window": drafting & s.stored}
-            some = torch.stack([rows.any() for rows in parts.values()]).tolist()
+            some = read(*(rows.any() for rows in parts.values()))
             if not any(some):
                 break
             for kind, rows in itertools.compress(parts.items(), some):
@@ -1402,7 +1431,8 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                 commit = (by_factor(score, ask, factor) if factor is not None
                           else above_threshold(score, ask, threshold))
                 s.after(kind, rows, x == denoiser.mask_id, commit, checked, remask,
-                        logits[commit[ask]], shared=drafter is None and cache is not None)
+                        logits[among(commit, ask, *read(commit.sum()))],
+                        shared=drafter is None and cache is not None)
                 x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
                 record.step(x, commit, confidence)
         if early_stop:
@@ -1474,7 +1504,8 @@ class DualState:
     def judge(self, checked, judged, x):
         """(B, L) bool, what to take back: the rule's word, but never a position that was taken
         back max_revisions times, and per row fewer tokens than were drafted, the unlikeliest."""
-        tokens, draft = x[checked], self.logits[self.where[checked]]
+        where = places(checked, len(judged))
+        tokens, draft = x[where], self.logits[self.where[where]]
         bad = self.verify(judged, tokens, draft)
         if not isinstance(bad, Tensor) or bad.dtype != torch.bool or bad.shape != tokens.shape:
             raise ValueError(f"verify gave {getattr(bad, 'dtype', bad)} of shape "
@@ -1558,8 +1589,8 @@ def sample_wino(denoiser, prompt, *, gen_length=128, block_length=128, threshold
             cap = (ask.sum(1).float() * 0.7).long().clamp(5, 20)
             best = top_k(score, ask, torch.ones_like(cap))
             commit = top_k(score, ask & (score > threshold) | best, cap)
-            back = confidence.new_ones(x.shape).masked_scatter(
-                earlier, confidence_of(judged, x[earlier]).to(confidence.dtype))
+            back = confidence_of(judged, x[places(earlier, len(judged))]).to(confidence.dtype)
+            back = confidence.new_ones(x.shape).masked_scatter(earlier, back)
             accepted = commit.sum(1)
             remask = top_k(-back, earlier & (back < threshold_back), last_accept - 1)
             remask = remask & (accepted > 1)[:, None]
@@ -1691,7 +1722,8 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             again = ours & ~masks & ~sure & (checks < max_checks)   # are seeds, or may be next time
             closed = ~masks.any(1) & again.any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
-            if not live.any():
+            rows, n_masks, n_seeds = read(live.sum(), masks.sum(), seeds.sum())
+            if rows == 0:
                 break
             again, probe = again & live, earlier_too(block & live, shift)
             ask = masks | seeds | (again if uncertainty == "entropy" else again & closed[:, None])
@@ -1701,15 +1733,17 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             entropy = torch.special.entr(logits.float().softmax(1)).sum(1)
             u = torch.where(ask if uncertainty == "entropy" else masks,
                             u.masked_scatter(ask, entropy), u)
-            tokens, confidence, surety = propose(denoiser, x, masks, logits[masks[ask]], **knobs)
+            drafts, checked = (logits[among(part, ask, n)] for part, n in ((masks, n_masks),
+                                                                           (seeds, n_seeds)))
+            tokens, confidence, surety = propose(denoiser, x, masks, drafts, **knobs)
             commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
             if commit_cap:
                 cap = (masks.sum(1).float() * 0.7).long().clamp(5, 20)
                 commit = top_k(surety, commit, cap)
             drafted = commit.sum(1)
             replace, remask, wait, better, p = judge_seeds(
-                denoiser, x, seeds, logits[seeds[ask]], knobs, tau_replace=tau_replace,
-                tau_remask=tau_remask, spacing=spacing,
+                denoiser, x, seeds, checked, knobs, tau_replace=tau_replace, tau_remask=tau_remask,
+                spacing=spacing,
                 most=torch.where(closed, L, drafted - 1 if remask_limit else L))
             record.revise(x, replace, "replace")
             record.revise(x, remask, "remask")
@@ -1739,10 +1773,11 @@ def judge_seeds(denoiser, x, seeds, logits, knobs, *, tau_replace, tau_remask, s
     """The outcomes of the seeds (B, L) with predictions logits (S, V): which to replace, to re-mask
     (`most` (B,) per row at most) and to check again, all (B, L) bool; the (B, L) canvas of
     predictions and their probabilities."""
-    if not seeds.any():
+    if len(logits) == 0:
         return seeds, seeds, seeds, x, torch.ones(x.shape, dtype=logits.dtype, device=x.device)
     tokens, p, _ = propose(denoiser, x, seeds, logits, **{**knobs, "temperature": 0.0})
-    own = p.new_ones(x.shape).masked_scatter(seeds, confidence_of(logits, x[seeds]).to(p.dtype))
+    own = confidence_of(logits, x[places(seeds, len(logits))]).to(p.dtype)
+    own = p.new_ones(x.shape).masked_scatter(seeds, own)
     differs = seeds & (tokens != x)
     better = differs & (p >= tau_replace)
     replace = apart(p - own, better, spacing)
@@ -1759,8 +1794,8 @@ def dependence(maps, probe, masks, drafted, candidates, shift=False):
     """
     if not isinstance(maps, Tensor):        # no attention to look at
         return torch.zeros(2, *masks.shape, device=masks.device)
-    live = probe.any(1).nonzero()[:, 0]
-    at, n = columns_of(probe[live]), probe[live].sum(1, keepdim=True)
+    live = places(probe.any(1), len(maps))[0]
+    at, n = columns_of(probe[live], maps.shape[1]), probe[live].sum(1, keepdim=True)
     readers = F.pad(masks[:, 1:], (0, 1)) if shift else masks       # the rows where masks are read
     weight = readers[live].gather(1, at) & (torch.arange(at.shape[1], device=at.device) < n)
     d_in = (weight.float()[:, None] @ maps)[:, 0] / weight.sum(1, keepdim=True).clamp(min=1)

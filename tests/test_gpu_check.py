@@ -7,7 +7,7 @@ import benchmark
 import gpu_check
 import pytest
 import torch
-from helpers import VOCAB, M, Table
+from helpers import VOCAB, M, Table, random_ids, tiny_qwen2
 from waits import waits
 
 import dlm_spec
@@ -65,6 +65,20 @@ def test_what_makes_a_host_wait_is_counted_and_nothing_else(f, n):
     with waits() as found:
         f(x)
     assert found.total() == n, found
+
+
+@pytest.mark.parametrize("label", benchmark.SAMPLERS)
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_forward_makes_the_host_wait_at_most_four_times(label, shift):
+    """Whether to go on, the forward's sizes, whether its logits are sane, and in DualDiffusion how
+    many tokens it commits; a decode some ten times more."""
+    name, knobs = benchmark.SAMPLERS[label]
+    d = dlm_spec.Denoiser(tiny_qwen2(2), M, shift=shift)
+    with waits() as found:
+        out = dlm_spec.SAMPLERS[name](d, [*random_ids(1, 9), *random_ids(1, 5)], gen_length=48,
+                                      block_length=16, **{**knobs, "threshold": .3} if name not in (
+                                          "llada", "saber") else knobs)
+    assert found.total() <= 4 * out.calls + 3 * 3 + 10, found
 
 
 def test_waits_of_a_decode_have_lines_of_the_module():
