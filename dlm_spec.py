@@ -327,16 +327,18 @@ class Denoiser:
         if ask.dtype != torch.bool or ask.shape != x.shape or x.ndim != 2:
             raise ValueError(f"ask is {ask.dtype} of shape {tuple(ask.shape)} and x has shape "
                              f"{tuple(x.shape)}, expected bool, both (B, L)")
+        if len(x) == 0:
+            raise ValueError("x has no rows: there is nothing to forward")
         visible, position_ids, late = self._layout(x, attention_mask)
-        column, live = torch.arange(x.shape[1], device=x.device), ask.any(1)
-        outside = torch.zeros_like(ask)
+        live, outside = ask.any(1), ask & False
         if window is not None:
             window = earlier_too(window & visible, self.shift) & visible
-            outside = ask & ~window.gather(1, column - late)
-        N, R, padded, out, n, S, m = read(ask.sum(), live.sum(), (~visible & live[:, None]).any(),
-                                          outside.any(), *(widest(t, live) for t in (
-                                              window, seeds, probe)))
-        for name, value in (("a window", window is not None), ("seeds", S)):
+            outside = ask & ~window.gather(1, torch.arange(x.shape[1], device=x.device) - late)
+        # how many are asked, in how many rows, and what the fullest row has of each
+        N, R, padded, out, n_window, n_seeds, n_probe = to_host(
+            ask.sum(), live.sum(), (~visible & live[:, None]).any(), outside.any(),
+            widest(window, live), widest(seeds, live), widest(probe, live))
+        for name, value in (("a window", window is not None), ("seeds", n_seeds)):
             if value and (kv is None or not (kv.k or self._head is None)):
                 raise ValueError(f"{name} needs a kv that an earlier forward has filled")
         if out:
@@ -348,26 +350,27 @@ class Denoiser:
         row, column = places(ask, N)
         look = visible[:, None, None] if padded else None       # no mask: the faster kernels
         cost, positions, index = visible.sum(1), None, None
-        if S:
+        if n_seeds:
             x = x.masked_fill(seeds, self.mask_id)
         column = column - late[row, column]     # shifted: i is read at i-1, the first at itself
         if window is not None:
-            cost, positions = window.sum(1), columns_of(window, n)
+            cost, positions = window.sum(1), columns_of(window, n_window)
             index = window.cumsum(1) - 1        # canvas column -> token of this forward
             column = index[row, column]
             x, position_ids = x.gather(1, positions), position_ids.gather(1, positions)
         if kv is not None:
-            view = (dual_view(seeds, late, visible, self.shift, positions, index, S) if S else
-                    None)
+            view = None
+            if n_seeds:
+                view = dual_view(seeds, late, visible, self.shift, positions, index, n_seeds)
             if probe is not None:
-                probe = columns_of(probe, m)
+                probe = columns_of(probe, n_probe)
                 probe = probe if index is None else index.gather(1, probe)
             kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
             work.add(rows, cost, 1 + bool(cfg_scale))
         if not cfg_scale:
             return self.ban(self._forward(x, row, column, look, position_ids, kv))
-        R = len(x)          # conditional and unconditional canvases in one batch, with their masks
+        # conditional and unconditional canvases in one batch, with their masks
         both = torch.cat([x, x.masked_fill(given, self.mask_id)])
         logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
                                None if look is None else torch.cat([look, look]),
@@ -389,7 +392,7 @@ class Denoiser:
         Returns logits (N, V) of `ask` and (C, V) of `checked`; all else as in __call__.
         """
         B, shadow, live = len(x), checked if shadow is None else shadow, (ask | checked).any(1)
-        N, C, R, S = read(ask.sum(), checked.sum(), live.sum(), widest(shadow, live))
+        N, C, R, S = to_host(ask.sum(), checked.sum(), live.sum(), widest(shadow, live))
         rows = rows_with(live, R)
         x, ask, checked, shadow, attention_mask = (
             t if t is None or rows is None else t[rows]
@@ -450,9 +453,10 @@ class Denoiser:
 
     def compile(self, **options):
         """Let torch.compile make the model's layers faster, with its `options`. Every kind of
-        forward is compiled when it first comes (up to a minute), whole and for all sizes at once,
-        so that a sampler that has run compiles nothing more. Logits change by rounding. (mode
-        "reduce-overhead", CUDA graphs, does not go together with caches.)
+        forward is compiled when it first comes (up to a minute), for all sizes at once, but once
+        more where a size (rows, seeds) is 1: a sampler that has met both compiles nothing more.
+        Logits change by rounding. Raises torch's limit on graphs per function, for the process.
+        (mode "reduce-overhead", CUDA graphs, does not go together with caches.)
         """
         if self._head is None:
             raise ValueError("the model is a plain callable: compile it yourself")
@@ -549,24 +553,24 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None, S=None):
     return DualView(hold, read, fresh, look[:, None], seeds.any(1)[:, None, None, None])
 
 
-def read(*values):
+def to_host(*values):
     """0-d tensors as ints, all at once: at each such call the host waits for the device."""
     return torch.stack([v.long() for v in values]).tolist()
 
 
 def widest(flag, live):
     """How many True the fullest of the rows `live` (B,) of flag (B, L) has, 0-d; 0 for None."""
-    return (live[:, None] & (live[:, None] & False if flag is None else flag)).sum(1).max()
+    return live.sum() * 0 if flag is None else (flag & live[:, None]).sum(1).max()
 
 
 def places(flag, n):
-    """The indices of the n True of a bool tensor, in row-major order, as nonzero gives them, which
-    would have to ask the device for n."""
+    """The indices of the True of a bool tensor, of which there are exactly n, in row-major order:
+    as nonzero gives them, which would have to ask the device for n."""
     return torch.nonzero_static(flag, size=n).unbind(1)
 
 
 def among(part, ask, n):
-    """(n,) which of the candidates of `ask` (B, L) the n of `part` are, a part of them."""
+    """(n,) which of the candidates of `ask` (B, L) those of `part` are, exactly n of them."""
     return (ask.flatten().cumsum(0) - 1)[places(part.flatten(), n)[0]]
 
 
@@ -752,7 +756,7 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
     shift = config.get("shift_logits", kind == "dream") if shift is None else shift
     denoiser = Denoiser(model, shift=bool(shift), tokenizer=tokenizer,
                         **_special_ids(config, tokenizer, mask_id))
-    if compile:
+    if compile is not False:
         denoiser.compile(**(compile if isinstance(compile, dict) else {}))
     return denoiser
 
@@ -998,6 +1002,11 @@ def by_factor(score, ask, factor):
     n = torch.arange(1, ask.shape[1] + 1, device=ask.device)
     holds = (ranked >= 1 - factor / (n + 1)).long().cumprod(1)
     return top_k(score, ask, holds.sum(1).clamp(min=1))
+
+
+def wino_cap(masks):
+    """How many of a block's masks (B,) a forward may commit: 70 % within 5..20 (WINO [8])."""
+    return (masks.float() * 0.7).long().clamp(5, 20)
 
 
 def since_first(flag):
@@ -1405,7 +1414,7 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
             due = s.due(masks.any(1))
             drafting = masks.any(1) & ~due
             parts = {"verify": due, "full": drafting & ~s.stored, "window": drafting & s.stored}
-            some = read(*(rows.any() for rows in parts.values()))
+            some = to_host(*(rows.any() for rows in parts.values()))
             if not any(some):
                 break
             for kind, rows in itertools.compress(parts.items(), some):
@@ -1431,7 +1440,7 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                 commit = (by_factor(score, ask, factor) if factor is not None
                           else above_threshold(score, ask, threshold))
                 s.after(kind, rows, x == denoiser.mask_id, commit, checked, remask,
-                        logits[among(commit, ask, *read(commit.sum()))],
+                        logits[among(commit, ask, *to_host(commit.sum()))],
                         shared=drafter is None and cache is not None)
                 x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
                 record.step(x, commit, confidence)
@@ -1448,10 +1457,11 @@ def look_again(denoiser, view, x, ask, checked, visible, kv, record, rows):
         return denoiser.leave_one_out(x, ask, checked, visible, kv=kv, work=record.work)
     both = ask | checked
     # nothing to ask, when all tokens wait for their entries: the forward stores them all the same
-    read = both | (rows & ~both.any(1))[:, None] & visible & (visible.cumsum(1) == 1)
-    logits = denoiser(x, read, visible, kv=kv, work=record.work,
+    asked = both | (rows & ~both.any(1))[:, None] & visible & (visible.cumsum(1) == 1)
+    logits = denoiser(x, asked, visible, kv=kv, work=record.work,
                       seeds=checked if view == "cover" else None)
-    return logits[ask[read]], logits[checked[read]]
+    n, c = to_host(ask.sum(), checked.sum())
+    return logits[among(ask, asked, n)], logits[among(checked, asked, c)]
 
 
 def every_other(tokens):
@@ -1586,7 +1596,7 @@ def sample_wino(denoiser, prompt, *, gen_length=128, block_length=128, threshold
             logits, judged = denoiser.leave_one_out(x, ask, earlier, visible, work=record.work,
                                                     shadow=block & ask.any(1)[:, None])
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
-            cap = (ask.sum(1).float() * 0.7).long().clamp(5, 20)
+            cap = wino_cap(ask.sum(1))
             best = top_k(score, ask, torch.ones_like(cap))
             commit = top_k(score, ask & (score > threshold) | best, cap)
             back = confidence_of(judged, x[places(earlier, len(judged))]).to(confidence.dtype)
@@ -1722,10 +1732,10 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             again = ours & ~masks & ~sure & (checks < max_checks)   # are seeds, or may be next time
             closed = ~masks.any(1) & again.any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
-            rows, n_masks, n_seeds = read(live.sum(), masks.sum(), seeds.sum())
+            rows, n_masks, n_seeds = to_host(live.sum(), masks.sum(), seeds.sum())
             if rows == 0:
                 break
-            again, probe = again & live, earlier_too(block & live, shift)
+            again, probe = again & live, earlier_too(block & live, shift) & visible
             ask = masks | seeds | (again if uncertainty == "entropy" else again & closed[:, None])
             logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window, seeds=seeds,
                               probe=probe)
@@ -1738,8 +1748,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             tokens, confidence, surety = propose(denoiser, x, masks, drafts, **knobs)
             commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
             if commit_cap:
-                cap = (masks.sum(1).float() * 0.7).long().clamp(5, 20)
-                commit = top_k(surety, commit, cap)
+                commit = top_k(surety, commit, wino_cap(masks.sum(1)))
             drafted = commit.sum(1)
             replace, remask, wait, better, p = judge_seeds(
                 denoiser, x, seeds, checked, knobs, tau_replace=tau_replace, tau_remask=tau_remask,
@@ -2068,9 +2077,8 @@ def check_model(model, mask_id, eos_ids, pad_id, n_tokens):
         check_whole(0, **{name: i})
         if V is not None and i >= V:
             raise ValueError(f"{name} is {i}, but the model has {V} embeddings")
-    if mask_id in eos_ids or mask_id == pad_id:
-        raise ValueError(f"eos_ids is {tuple(eos_ids)}, pad_id {pad_id} and the mask_id {mask_id}: "
-                         "it can be neither")
+    if mask_id in eos_ids:
+        raise ValueError(f"eos_ids is {tuple(eos_ids)} and holds the mask_id {mask_id}")
 
 
 def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpone_eos,
@@ -2332,9 +2340,9 @@ def _knobs(args, name):
     if "verify" in takes:
         knobs["verify"] = VERIFIERS[rule]
         if tau is not None:
-            knobs["verify"] = rule = functools.partial(VERIFIERS[rule], tau=tau)
-            nothing = torch.zeros(1, 2)
-            rule(nothing, nothing[:, 0].long(), nothing)    # ValueError of a bad tau
+            knobs["verify"] = functools.partial(VERIFIERS[rule], tau=tau)
+            logits, token = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
+            knobs["verify"](logits, token, logits)          # ValueError of a bad tau
     return knobs
 
 
@@ -2344,6 +2352,7 @@ def _solve(denoiser, problem, args):
     if args.compare:
         print(f"   {'sampler':14s} {'forwards':>8s} {'positions':>9s} {'seconds':>7s} "
               f"{'revisions':>9s}  answer")
+    refused = 0
     for name in SAMPLERS if args.compare else [args.sampler]:
         live = None if args.quiet or args.compare else LiveCanvas(denoiser)
         start = time.perf_counter()
@@ -2354,7 +2363,8 @@ def _solve(denoiser, problem, args):
                 early_stop=args.early_stop, callback=live, **_knobs(args, name),
                 generator=torch.Generator(denoiser.device).manual_seed(args.seed or 0))
         except ValueError as e:
-            if not args.compare:
+            refused += 1
+            if not args.compare or refused == len(SAMPLERS):
                 raise
             print(f"   {name:14s} {e}", flush=True)
             continue

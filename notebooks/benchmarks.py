@@ -14,6 +14,7 @@ mini/tasks.py (a fence against accidents, not a security boundary).
 """
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -144,6 +145,9 @@ def code_of(text):
 def humaneval_completion(doc, text):
     """What is to stand behind doc["prompt"] (str): a function body, or the whole function again,
     which leaves the prompt's imports and helpers in force."""
+    if re.match(r"\n*(    |\t)\s*[^\s`]", text):    # a body: up to what stands at the margin
+        return "\n".join(itertools.takewhile(lambda line: not line.strip() or line[0] in " \t",
+                                             text.split("\n")))
     code = code_of(text)
     if re.search(rf"^def\s+{doc['entry_point']}\b", code, re.M):
         return "\n" + code
@@ -220,9 +224,9 @@ BENCHMARKS = {
     "mmlu_letter": Benchmark(mmlu_letter_prompt, lambda d: "ABCD"[d["answer"]], grade_mmlu,
                              "cais/mmlu", "all", fewshot="dev", base_shots=5),
     "gsm8k": Benchmark(gsm8k_prompt, lambda d: d["answer"], grade_gsm8k,
-                       "openai/gsm8k", "main", fewshot="train", base_shots=4),
+                       "openai/gsm8k", "main", fewshot="train", base_shots=5),
     "math500": Benchmark(math500_prompt, lambda d: d["solution"], grade_math500,
-                         "HuggingFaceH4/MATH-500"),
+                         "HuggingFaceH4/MATH-500", base_stop=()),
     "humaneval": Benchmark(humaneval_prompt, lambda d: d["canonical_solution"], grade_humaneval,
                            "openai/openai_humaneval", code=True,
                            base_stop=("\ndef ", "\nclass ", "\nif ", "\nprint", "\n#", "\n@"),
@@ -250,7 +254,8 @@ TAU = {"gsm8k": .6, "math500": .7, "humaneval": .7, "mbpp": .8}     # WINO's tau
 # first forward commits none and the last one catches up; here each commits one.
 ENTROPY = dict(remasking="entropy", tempered_confidence=True)
 DREAM_LENGTH = dict(mmlu=128, mmlu_letter=128, math500=512, humaneval=768, mbpp=1024)
-OWN = {
+OWN = {("llada-base", t): dict(gen_length=1024) for t in ("gsm8k", "math500", "humaneval", "mbpp")
+} | {
     ("llada", "mmlu_letter"): dict(gen_length=3),
     ("llada", "gsm8k"): dict(block_length=8),
     ("llada", "math500"): dict(gen_length=512, block_length=64),
@@ -332,8 +337,9 @@ def task(benchmark, data=None, shuffle=False, base=False, **dataset_kwargs):
 def run(lm, benchmark, data=None, n=None, num_fewshot=None, base=False, **dataset_kwargs):
     """Decode and grade `n` problems (a fixed random sample; None: all) through the harness.
 
-    lm: a DlmSpecLM. base: it is no chat model: no chat template, and by default as many examples as
-    usual (else none). Programs that it writes are run. Returns a dict: n, right, accuracy, interval
+    lm: a DlmSpecLM. base: it is no chat model: no chat template, and by default some examples, from
+    the data set's own split for them (MMLU's are of all subjects; MATH-500 and HumanEval have
+    none). Programs that it writes are run. Returns a dict: n, right, accuracy, interval
     (95 % Wilson), marks, docs, texts, and means per problem of this process: nfe, positions,
     tokens_per_forward, seconds. With several processes None on all but the first.
     """
@@ -377,7 +383,8 @@ def main(argv=None):
     cli.add_argument("--model", choices=CHECKPOINTS, default="llada")
     cli.add_argument("--data", help="a JSON-lines file instead of the hub's data set")
     cli.add_argument("--gen-length", type=int, help="default: see settings")
-    cli.add_argument("--num-fewshot", type=int, help="default: none; base models 3 to 5")
+    cli.add_argument("--num-fewshot", type=int, help="default: none; for a base model 5 of "
+                                                                "MMLU and GSM8K, 3 of MBPP")
     cli.add_argument("--batch-size", type=int, default=8)
     cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")
     cli.add_argument("--json", type=Path, help="append the results here, a line each")

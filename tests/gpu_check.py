@@ -113,8 +113,9 @@ def driver_count(device):
     count["seen"] = sum("synchronizing" in str(w.message) for w in said)
 
 
-def measure(denoiser, label, name, knobs, lengths, G):
-    """One sampler on prompts of these lengths: a row of the table, a dict, and the tokens."""
+def measure(denoiser, label, name, knobs, lengths, G, count=True):
+    """One sampler on prompts of these lengths: a row of the table, a dict, and the tokens.
+    count: the waits, too. (A forward that is watched for them is never compiled.)"""
     g, device = torch.Generator().manual_seed(1), denoiser.device
     prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
 
@@ -122,7 +123,11 @@ def measure(denoiser, label, name, knobs, lengths, G):
         return dlm_spec.SAMPLERS[name](denoiser, prompts, gen_length=G, block_length=min(32, G),
                                        **knobs)
 
-    with driver_count(device) as driver, waits() as found:  # the warm-up too
+    found, driver = Counter(), Counter()
+    if count:
+        with driver_count(device) as driver, waits() as found:  # the warm-up too
+            decode()
+    else:
         decode()
     cuda = device.type == "cuda"
     if cuda:
@@ -138,8 +143,8 @@ def measure(denoiser, label, name, knobs, lengths, G):
     return dict(sampler=label, B=len(lengths), forwards=out.calls, seconds=seconds,
                 forwards_per_s=out.calls / seconds, tokens_per_s=len(lengths) * G / seconds,
                 peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30 if cuda else None,
-                waits_per_forward=found.total() / out.calls,
-                driver_waits_per_forward=driver["seen"] / out.calls if cuda else None,
+                waits_per_forward=found.total() / out.calls if count else None,
+                driver_waits_per_forward=driver["seen"] / out.calls if cuda and count else None,
                 revisions=len(out.revisions),
                 where={f"{line} {op}": n for (line, op), n in found.most_common()}), out.sequences
 
@@ -183,7 +188,8 @@ def main(argv=None):
             if how and not rows[-1]["sampler"].endswith(how):
                 denoiser.compile()
             for lengths in ([40], [40, 23, 31, 9]):
-                row, x = measure(denoiser, label + how, name, knobs, lengths, args.gen_length)
+                row, x = measure(denoiser, label + how, name, knobs, lengths, args.gen_length,
+                                 count=not how)
                 eager = tokens.setdefault((label, len(lengths)), x)
                 row["same_tokens"] = float((x == eager).float().mean())
                 rows.append(row)

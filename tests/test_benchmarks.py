@@ -115,6 +115,16 @@ def test_humaneval_takes_a_body_or_a_whole_function(text, right):
     assert b.grade_humaneval([CODE], [text]) == [right]
 
 
+@pytest.mark.parametrize("after", ["", "\n\nimport math\n", "\n```\n\nThis adds one.\n",
+                                   "\n\nThe function adds one.\n", "\n\nassert inc(1) == 3\n"])
+def test_humaneval_takes_a_base_model_s_body_and_nothing_behind_it(after):
+    doc = dict(prompt="def inc(x):\n", entry_point="inc",
+               test="def check(f):\n    assert f(1) == 2\n")
+    bodies = ["    return x + 1", "    if x:\n\n        return x + 1\n    return 1",
+              "\n    return x + 1"]
+    assert b.grade_humaneval([doc] * 3, [body + after for body in bodies]) == [True] * 3
+
+
 def test_mbpp_needs_every_assert():
     texts = ["def double(x): return x + x", "def double(x): return 6", "def triple(x): return 6"]
     assert b.grade_mbpp([MBPP] * 3, texts) == [True, False, False]
@@ -141,6 +151,7 @@ def test_all_settings_are_knobs_of_their_sampler():
 
 @pytest.mark.parametrize("model, lengths", [
     ("llada", dict(mmlu_letter=3, gsm8k=256, math500=512, humaneval=512, mbpp=256)),
+    ("llada-base", dict(gsm8k=1024, math500=1024, humaneval=1024, mbpp=1024)),
     ("llada-1.5", dict(gsm8k=256, math500=1024, humaneval=512, mbpp=512)),
     ("dream", dict(mmlu_letter=128, gsm8k=256, math500=512, humaneval=768, mbpp=1024)),
     ("diffucoder", dict(humaneval=256, mbpp=256)),
@@ -210,7 +221,8 @@ def test_a_base_model_sees_no_chat_and_stops_at_the_next_problem(tmp_path):
     more = docs[0]["canonical_solution"] + "\n\ndef another(x):\n    return x)\n"
     stops = base["generation_kwargs"]["until"]
     cut = more[:min(more.find(s) for s in stops if s in more)]
-    assert b.grade_humaneval(docs[:1] * 2, [cut, more]) == [True, False]
+    assert cut.strip() == docs[0]["canonical_solution"].strip()
+    assert b.grade_humaneval(docs[:1] * 2, [cut, more]) == [True, True]
     assert b.task("gsm8k", base=True)["generation_kwargs"]["until"] == ["\n\n"]
     assert not b.task("gsm8k")["generation_kwargs"]["until"]
     lm, seen = adapter.DlmSpecLM(device="cpu", steps=1, gen_length=4), []

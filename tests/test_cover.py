@@ -344,6 +344,16 @@ def test_closing_checks_the_last_tokens_of_a_block(uncertainty, cache, monkeypat
                 assert checked[3:].all() and not checked[:3].any() and full
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_padded_row_that_begins_with_a_mask(cache):
+    """In a shifted model the column before it is padding, which is in no window."""
+    d, rows = Denoiser(lively(tiny_qwen2, 2), M, shift=True), [[M, 1, 2], [1, 2, 3, 4, 5]]
+    knobs = dict(gen_length=8, block_length=12, threshold=.6, cache=cache)
+    out = sample_cover(d, rows, **knobs)
+    for row, x in zip(rows, out.sequences):
+        assert torch.equal(x[-8 - len(row):], sample_cover(d, [row], **knobs).sequences[0])
+
+
 @pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])
 def test_a_cap_on_commits_and_none_on_re_masks(make, shift):
     """The cap is WINO's, whose first forward commits the same tokens; without a limit a forward may

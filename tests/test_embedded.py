@@ -157,6 +157,9 @@ def test_a_comparison_goes_on_after_a_sampler_that_refuses(capsys):
     out = capsys.readouterr().out
     assert "threshold and steps were given" in out and "cache is 'dkv'" in out
     assert re.search(r"saber +\d", out)
+    with pytest.raises(SystemExit) as stop:     # but what all refuse is no table
+        dlm_spec.main(["Ann has 5 pens.", "--device", "cpu", "--compare", "--gen-length", "-3"])
+    assert stop.value.code == 2 and "gen_length is -3" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():

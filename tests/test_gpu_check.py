@@ -67,6 +67,15 @@ def test_what_makes_a_host_wait_is_counted_and_nothing_else(f, n):
     assert found.total() == n, found
 
 
+def test_compiled_layers_are_compiled_where_they_are_measured(monkeypatch):
+    """A forward that is watched for waits is not, nor is any after it."""
+    graphs, d = [], dlm_spec.Denoiser(tiny_qwen2(1), M)
+    torch._dynamo.reset()
+    d.compile(backend=lambda graph, _: graphs.append(graph) or graph)
+    row, _ = gpu_check.measure(d, "llada", "llada", {}, [5], 8, count=False)
+    assert graphs and row["waits_per_forward"] is None
+
+
 @pytest.mark.parametrize("label", benchmark.SAMPLERS)
 @pytest.mark.parametrize("shift", [False, True])
 def test_a_forward_makes_the_host_wait_at_most_four_times(label, shift):

@@ -13,6 +13,7 @@ from dlm_spec import (
     Denoiser,
     KVCache,
     Work,
+    load_denoiser,
     sample_cover,
     sample_fast_dllm,
 )
@@ -646,6 +647,16 @@ def test_a_compiled_model_gives_the_same_tokens_and_compiles_once():
         assert found[0] == found[1], sampler
         assert found[2] <= found[1] + more, sampler
     assert 3 < len(graphs) < 16
+
+
+def test_options_of_compile_reach_it_even_when_there_are_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Denoiser, "compile", lambda self, **options: asked.append(options))
+    for compile in (False, True, {}, dict(mode="default")):
+        load_denoiser(device="cpu", compile=compile)
+    assert asked == [{}, {}, dict(mode="default")]
+    with pytest.raises(ValueError, match="compile is 'yes'"):
+        load_denoiser(device="cpu", compile="yes")
 
 
 def test_a_plain_callable_is_not_compiled():

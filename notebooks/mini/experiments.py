@@ -27,7 +27,8 @@ G = 64
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
 # COVER with our two additions, and outcomes that replace sooner
 CHECKED = dict(spacing=4, closing=8, tau_replace=0.5, tau_remask=0.5)
-# COVER that takes back instead of replacing, all that it doubts at once, and drafts as WINO does
+# COVER that takes back instead of replacing (but at a probability of 1), all that it doubts at
+# once, and drafts at WINO's pace
 REMASKING = dict(tau_replace=1.0, tau_remask=0.5, remask_limit=False, commit_cap=True, closing=2,
                  max_seeds=16, seed_share=0.5, max_checks=4)
 
