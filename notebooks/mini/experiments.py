@@ -73,7 +73,8 @@ CURVES = [      # more settings of each, for cost against accuracy on MiniMath
     *(("cover", dict(threshold=t, **CHECKED)) for t in (0.4, 0.5, 0.6)),
     *(("cover", dict(threshold=t, **REMASKING)) for t in (0.4, 0.5, 0.6)),
     ("fast_dllm", dict(threshold=0.7)), ("wino", dict(threshold=0.5)),
-    *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)), ("saber", dict(n=4)),
+    *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)),
+    *(("saber", dict(n=n)) for n in (4, 8)),
     ("dual_diffusion", dict(threshold=0.6, cache=None, **DRAFT)), ("cover", dict(threshold=0.5)),
     ("dual_diffusion", dict(threshold=0.7, **DUAL, **DRAFT)), ("fast_dllm", dict(threshold=0.5)),
     ("wino", dict(threshold=0.3)), ("dual_diffusion", dict(threshold=0.4, cache=None, **DRAFT))]
