@@ -1401,6 +1401,7 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
     check_knobs(denoiser, len(x), block_length, early_stop=early_stop, **knobs)
     threshold = check_rule(threshold, factor)
     check_dual(denoiser, drafter, draft_steps, verify, view, cache, max_revisions, max_rounds)
+    check_flag(adaptive=adaptive)
     record = Recorder(x, visible, P, callback, history, streamer)
     column = torch.arange(x.shape[1], device=x.device)
     s = DualState(x, draft_steps, verify, max_revisions, max_rounds, adaptive, denoiser.shift)
@@ -1715,6 +1716,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
                 seed_share=seed_share, min_score=min_score, spacing=spacing, max_seeds=max_seeds,
                 max_checks=max_checks, closing=closing, uncertainty=uncertainty, score=score,
                 cache=cache, refresh=refresh)
+    check_flag(commit_cap=commit_cap, remask_limit=remask_limit)
     probe_layers, score = probed(denoiser, probe_layers), score or seed_score
     M, shift, L = denoiser.mask_id, denoiser.shift, x.shape[1]
     column = torch.arange(L, device=x.device)
@@ -2086,6 +2088,8 @@ def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpon
                 tempered_confidence=False, cfg_scale=0.0):
     """The ValueErrors that samplers share. The keywords are those of `propose`, and two more."""
     check_whole(1, block_length=block_length)
+    check_flag(suppress_eos=suppress_eos, postpone_eos=postpone_eos, early_stop=early_stop,
+               tempered_confidence=tempered_confidence)
     check_one_of(REMASKING, remasking=remasking)
     check_has("__call__", "a callable", logits_processor=logits_processor)
     check_number(0, math.inf, temperature=temperature, cfg_scale=cfg_scale)
@@ -2113,6 +2117,13 @@ def check_rule(threshold, factor=None, steps=None):
     check_number(0, 1, threshold=given.get("threshold", 0.9))
     check_number(0, math.inf, factor=given.get("factor", 1))
     return 0.9 if not given else threshold
+
+
+def check_flag(**flags):
+    """ValueError unless each named value is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r:.40}, expected True or False")
 
 
 def check_number(low, high, **numbers):
