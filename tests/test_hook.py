@@ -9,6 +9,7 @@ from helpers import VOCAB, M, Table, no_mask, oracle, random_ids, tiny_llama, ti
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
+import dlm_spec
 from dlm_spec import (
     Denoiser,
     KVCache,
@@ -474,6 +475,16 @@ def test_denoiser_switches_dropout_off():
     model = tiny_llama(1).train()
     Denoiser(model, M)
     assert not model.training
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_places_are_those_of_nonzero_without_asking_for_their_number(share):
+    ask = torch.rand(3, 7, generator=torch.Generator().manual_seed(0)) < share
+    part = ask & (torch.arange(7) % 2 == 0)
+    for flag in (ask, part, ask[0]):
+        got = dlm_spec.places(flag, int(flag.sum()))
+        assert all(map(torch.equal, got, flag.nonzero(as_tuple=True)))
+    assert torch.equal(dlm_spec.among(part, ask, int(part.sum())), part[ask].nonzero()[:, 0])
 
 
 def test_ids_of_numpy_are_ids():
