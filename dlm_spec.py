@@ -245,10 +245,12 @@ def attention_map(q, k, mask=None, scaling=None):
 @dataclass
 class Work:
     """What a decode cost. `nfe`, `positions` (B,): forwards and token positions processed, per row,
-    padding not counted; `calls`: calls of the model, whatever the batch."""
+    padding not counted; `calls`: calls of the model, whatever the batch. `sane`: whether the last
+    call's logits could be used, a 0-d bool that the host reads along with the next call's sizes."""
     nfe: Tensor
     positions: Tensor
     calls: int = 0
+    sane: Tensor | None = None
 
     def add(self, rows, positions, forwards=1):
         """A call of the model over `rows` (R,), None: all, of `positions` (R,) tokens each."""
@@ -307,11 +309,12 @@ class Denoiser:
 
         Args:
             x: (B, L) canvas. attention_mask: (B, L) bool, False on padding; None: no padding.
-            ask: (B, L) bool, at least one True.
+            ask: (B, L) bool; where it is False everywhere, no forward is made. Or a tuple of such,
+                parts of what one forward is asked.
             cfg_scale, given: classifier-free guidance [1]: u + (cfg_scale + 1)(c - u), where c
                 are the logits of x and u those of x with the `given` (B, L) positions masked.
                 Counts two forwards; takes no kv.
-            work: a Work to add this forward to.
+            work: a Work to add this forward to; ValueError when its last logits were no use.
             kv: a KVCache, filled by this forward. window: (B, L) bool, recompute these columns
                 only and take the others' keys and values from kv; None: all. It must hold `ask`.
                 Shifted models recompute one column more before each, where it is read.
@@ -319,11 +322,14 @@ class Denoiser:
                 see what kv holds of them (COVER [9], see DualView). Part of `ask` and `window`.
             probe: (B, L) bool, kv.attention (R, m, L) then holds these tokens' attention maps; R
                 the rows that ask, m as in columns_of.
-        Returns: (N, V), N = ask.sum(), with M and padded vocabulary rows at -inf.
+        Returns: (N, V), N = ask.sum(), with M and padded vocabulary rows at -inf; of a tuple a
+        tuple. The host waits for the device once, to learn all sizes.
         """
         if cfg_scale and (given is None or kv is not None):
             raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
                              "and takes no kv")
+        single, parts = not isinstance(ask, tuple), ask if isinstance(ask, tuple) else (ask,)
+        ask = asked = functools.reduce(torch.logical_or, parts)
         if ask.dtype != torch.bool or ask.shape != x.shape or x.ndim != 2:
             raise ValueError(f"ask is {ask.dtype} of shape {tuple(ask.shape)} and x has shape "
                              f"{tuple(x.shape)}, expected bool, both (B, L)")
@@ -335,14 +341,18 @@ class Denoiser:
             window = earlier_too(window & visible, self.shift) & visible
             outside = ask & ~window.gather(1, torch.arange(x.shape[1], device=x.device) - late)
         # how many are asked, in how many rows, and what the fullest row has of each
-        N, R, padded, out, n_window, n_seeds, n_probe = to_host(
+        N, R, padded, out, n_window, n_seeds, n_probe, *n_parts = to_host(
             ask.sum(), live.sum(), (~visible & live[:, None]).any(), outside.any(),
-            widest(window, live), widest(seeds, live), widest(probe, live))
+            widest(window, live), widest(seeds, live), widest(probe, live),
+            *(part.sum() for part in parts), work=work)
         for name, value in (("a window", window is not None), ("seeds", n_seeds)):
             if value and (kv is None or not (kv.k or self._head is None)):
                 raise ValueError(f"{name} needs a kv that an earlier forward has filled")
         if out:
             raise ValueError("ask holds positions that are read outside the window")
+        if N == 0:
+            nothing = torch.empty(0, self.n_embeddings or 0, device=x.device)
+            return nothing if single else (nothing,) * len(parts)
         B, rows = len(x), rows_with(live, R)
         x, ask, visible, position_ids, late, given, window, seeds, probe = (
             t if t is None or rows is None else t[rows]
@@ -368,15 +378,18 @@ class Denoiser:
             kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
             work.add(rows, cost, 1 + bool(cfg_scale))
-        if not cfg_scale:
-            return self.ban(self._forward(x, row, column, look, position_ids, kv))
-        # conditional and unconditional canvases in one batch, with their masks
-        both = torch.cat([x, x.masked_fill(given, self.mask_id)])
-        logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
-                               None if look is None else torch.cat([look, look]),
-                               torch.cat([position_ids, position_ids]), None)
-        c, u = logits.chunk(2)
-        return self.ban(u + (cfg_scale + 1) * (c - u))
+        if cfg_scale:       # conditional and unconditional canvases in one batch, with their masks
+            both = torch.cat([x, x.masked_fill(given, self.mask_id)])
+            logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
+                                   None if look is None else torch.cat([look, look]),
+                                   torch.cat([position_ids, position_ids]), None)
+            c, u = logits.chunk(2)
+            logits = u + (cfg_scale + 1) * (c - u)
+        else:
+            logits = self._forward(x, row, column, look, position_ids, kv)
+        logits = self.ban(logits)
+        return logits if single else tuple(logits if n == N else logits[among(part, asked, n)]
+                                           for part, n in zip(parts, n_parts))
 
     def leave_one_out(self, x, ask, checked, attention_mask=None, *, shadow=None, work=None,
                       kv=None):
@@ -392,7 +405,9 @@ class Denoiser:
         Returns logits (N, V) of `ask` and (C, V) of `checked`; all else as in __call__.
         """
         B, shadow, live = len(x), checked if shadow is None else shadow, (ask | checked).any(1)
-        N, C, R, S = to_host(ask.sum(), checked.sum(), live.sum(), widest(shadow, live))
+        N, C, R, S = to_host(ask.sum(), checked.sum(), live.sum(), widest(shadow, live), work=work)
+        if N + C == 0:
+            return (torch.empty(0, self.n_embeddings or 0, device=x.device),) * 2
         rows = rows_with(live, R)
         x, ask, checked, shadow, attention_mask = (
             t if t is None or rows is None else t[rows]
@@ -553,9 +568,16 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None, S=None):
     return DualView(hold, read, fresh, look[:, None], seeds.any(1)[:, None, None, None])
 
 
-def to_host(*values):
-    """0-d tensors as ints, all at once: at each such call the host waits for the device."""
-    return torch.stack([v.long() for v in values]).tolist()
+def to_host(*values, work=None):
+    """0-d tensors as ints, all at once: at each such call the host waits for the device. And in the
+    same go whether the logits of work's last call were of use, a ValueError if not."""
+    checked = work is not None and work.sane is not None
+    *numbers, sane = torch.stack([v.long() for v in (*values, work.sane if checked else
+                                                     torch.ones_like(values[0]))]).tolist()
+    if not sane:
+        raise ValueError(f"the model's logits are not usable at forward {work.calls}: they hold "
+                         "NaN or +inf, or every token is -inf")
+    return numbers
 
 
 def widest(flag, live):
@@ -576,8 +598,6 @@ def among(part, ask, n):
 
 def rows_with(live, R):
     """The R rows of live (B,) that are True; None: all of them, which need no copying."""
-    if R == 0:
-        raise ValueError("ask is False everywhere: there is nothing to forward")
     return None if len(live) == R else places(live, R)[0]
 
 
@@ -915,18 +935,15 @@ def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_con
     """Token and confidence of each candidate: (N, V) logits -> x0 (N,), confidence (N,).
 
     The confidence is read off the untempered softmax, as LLaDA does [1]; with
-    `tempered_confidence` off softmax(logits / temperature), as Dream does [2].
-    ValueError on logits that are NaN, +inf, or all -inf.
+    `tempered_confidence` off softmax(logits / temperature), as Dream does [2]. It is NaN where the
+    logits hold NaN or +inf, or are all -inf; samplers then stop with a ValueError.
     """
     x0 = gumbel_argmax(logits, temperature, generator, rows)
     wide = torch.promote_types(logits.dtype, torch.float32)
     tempered = logits.to(wide) / temperature if tempered_confidence else logits
     confidence = confidence_of(tempered, x0, remasking, generator, rows)
-    sane = logits.amax(1).isfinite() if remasking == "random" else confidence.isfinite()
-    if not sane.all():
-        bad = int((~sane).nonzero()[0])
-        raise ValueError(f"the model's logits are not usable at candidate {bad} of {len(x0)}: they "
-                         "hold NaN or +inf, or every token is -inf")
+    if remasking == "random":
+        confidence = confidence.masked_fill(~logits.amax(1).isfinite(), torch.nan)
     return x0, confidence
 
 
@@ -951,8 +968,7 @@ def propose(denoiser, x, ask, logits, *, temperature=0.0, remasking="low_confide
     confidence = c.new_ones(x.shape).masked_scatter(ask, c)
     if not postpone_eos:
         return tokens, confidence, confidence
-    eos = torch.isin(tokens, torch.tensor(denoiser.eos_ids, device=x.device))
-    return tokens, confidence, confidence.masked_fill(eos, -torch.inf)
+    return tokens, confidence, confidence.masked_fill(is_eos(tokens, denoiser.eos_ids), -torch.inf)
 
 
 def quota_schedule(n, steps):
@@ -1122,10 +1138,12 @@ class Recorder:
         return out
 
     def step(self, x, committed, confidence, full=None):
-        """After a forward: the canvas, the (B, L) bool that it filled, the (B, L) confidence.
+        """After a forward: the canvas, the (B, L) bool that it filled, the (B, L) confidence (NaN
+        where the logits were no use, which stops the decode at the next forward or at its end).
         full: the canvas with all that was filled, where some of it was taken back at once."""
         if self.log:
             self.log.append((self.work.nfe, x if full is None else full, committed, "commit"))
+        self.work.sane = confidence.isfinite().all()
         self.commit_step = torch.where(committed, self.work.nfe[:, None], self.commit_step)
         self.commit_confidence = torch.where(committed, confidence.float(), self.commit_confidence)
         if self.history is not None:
@@ -1153,6 +1171,7 @@ class Recorder:
 
     def finish(self, denoiser, x):
         """The DecodeOutput."""
+        to_host(self.work.nfe[0], work=self.work)       # a ValueError of the last forward
         if self.streamer is not None:
             self.streamer.put(x[:, self.P:].cpu())
             self.streamer.end()
@@ -1164,8 +1183,12 @@ class Recorder:
 
 def before_eos(x, eos_ids):
     """(B, n) bool: True before each row's first eos id."""
-    ids = torch.tensor(eos_ids, dtype=x.dtype, device=x.device)
-    return torch.isin(x, ids).cumsum(1) == 0
+    return is_eos(x, eos_ids).cumsum(1) == 0
+
+
+def is_eos(x, eos_ids):
+    """(B, n) bool: True at eos ids. (torch.isin would have to bring them to the device first.)"""
+    return functools.reduce(torch.logical_or, [x == i for i in eos_ids], x != x)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1222,9 +1245,9 @@ def sample_llada(denoiser, prompt, *, gen_length=128, block_length=None, steps=N
         s = block_steps[b] if steps is not None else int(masks.sum(1).max())
         for quota in quota_schedule(masks.sum(1), max(s, 1)).unbind(1):
             ask = visible & (x == denoiser.mask_id) & (column < end)
-            if not ask.any():
-                break
             logits = denoiser(x, ask, visible, cfg_scale=cfg_scale, given=given, work=record.work)
+            if len(logits) == 0:        # nothing was asked: there was no forward
+                break
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
             commit = top_k(score, ask, quota)
             x = torch.where(commit, tokens, x)
@@ -1266,8 +1289,11 @@ def sample_fast_dllm(denoiser, prompt, *, gen_length=128, block_length=32, thres
         kv, window = KVCache() if cache else None, None
         masks = visible & (x == denoiser.mask_id)           # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
-        while (ask := block & (x == denoiser.mask_id)).any():
+        while True:
+            ask = block & (x == denoiser.mask_id)
             logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window)
+            if len(logits) == 0:        # nothing was asked: there was no forward
+                break
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
             commit = (by_factor(score, ask, factor) if factor is not None
                       else above_threshold(score, ask, threshold))
@@ -1311,10 +1337,13 @@ def sample_dkv(denoiser, prompt, *, gen_length=128, block_length=32, steps=None,
         kv, step, masks = KVCache(), 0, visible & (x == denoiser.mask_id)
         if steps is not None:
             quota = quota_schedule((masks & (column < end)).sum(1), block_steps[b])
-        while (ask := visible & (x == denoiser.mask_id) & (column < end)).any():
+        while True:
+            ask = visible & (x == denoiser.mask_id) & (column < end)
             full = step < 2 or step % refresh == 0
             logits = denoiser(x, ask, visible, work=record.work, kv=kv,
                               window=None if full else masks)
+            if len(logits) == 0:        # nothing was asked: there was no forward
+                break
             masks = visible & (x == denoiser.mask_id)        # at the input of this forward
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
             commit = (above_threshold(score, ask, threshold) if steps is None
@@ -1415,8 +1444,9 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
             due = s.due(masks.any(1))
             drafting = masks.any(1) & ~due
             parts = {"verify": due, "full": drafting & ~s.stored, "window": drafting & s.stored}
-            some = to_host(*(rows.any() for rows in parts.values()))
-            if not any(some):
+            some = to_host(*(rows.any() for rows in parts.values()), *s.to_file())
+            s.file(some[len(parts):])
+            if not any(some[:len(parts)]):
                 break
             for kind, rows in itertools.compress(parts.items(), some):
                 ask = masks & rows[:, None]
@@ -1441,8 +1471,7 @@ def sample_dual_diffusion(denoiser, prompt, *, gen_length=128, block_length=32, 
                 commit = (by_factor(score, ask, factor) if factor is not None
                           else above_threshold(score, ask, threshold))
                 s.after(kind, rows, x == denoiser.mask_id, commit, checked, remask,
-                        logits[among(commit, ask, *to_host(commit.sum()))],
-                        shared=drafter is None and cache is not None)
+                        (logits, ask), shared=drafter is None and cache is not None)
                 x = torch.where(commit, tokens, x).masked_fill(remask, denoiser.mask_id)
                 record.step(x, commit, confidence)
         if early_stop:
@@ -1459,10 +1488,8 @@ def look_again(denoiser, view, x, ask, checked, visible, kv, record, rows):
     both = ask | checked
     # nothing to ask, when all tokens wait for their entries: the forward stores them all the same
     asked = both | (rows & ~both.any(1))[:, None] & visible & (visible.cumsum(1) == 1)
-    logits = denoiser(x, asked, visible, kv=kv, work=record.work,
-                      seeds=checked if view == "cover" else None)
-    n, c = to_host(ask.sum(), checked.sum())
-    return logits[among(ask, asked, n)], logits[among(checked, asked, c)]
+    return denoiser(x, (asked, ask, checked), visible, kv=kv, work=record.work,
+                    seeds=checked if view == "cover" else None)[1:]
 
 
 def every_other(tokens):
@@ -1486,6 +1513,7 @@ class DualState:
         self.stale, self.masks = self.drafted, self.drafted     # to check again; M one forward ago
         self.revised, self.checks = torch.zeros_like(x), torch.zeros_like(x)
         self.where, self.logits = torch.zeros_like(x), None     # draft logits at the commit (n, V)
+        self.unfiled = []                   # those of the last forwards: logits, ask, commit
         self.shown, self.shift = torch.full_like(x, -1), shift  # tokens the cache was made of
 
     def show(self, rows, x, window=None, seeds=None):
@@ -1498,6 +1526,21 @@ class DualState:
         self.stored = self.stored & self.clean
         self.drafted, self.stale = (torch.zeros_like(self.drafted) for _ in range(2))
         self.since, self.logits = torch.zeros_like(self.since), None
+
+    def to_file(self):
+        """How many tokens each of the last forwards committed, 0-d."""
+        return [commit.sum() for _, _, commit in self.unfiled]
+
+    def file(self, counts):
+        """Keep the logits that the tokens of the last forwards were committed by, `counts` tokens
+        of each. (Put off until the host knows how many: it would have to wait for that.)"""
+        for (logits, ask, commit), n in zip(self.unfiled, counts):
+            start = 0 if self.logits is None else len(self.logits)
+            self.where = self.where.masked_scatter(commit, torch.arange(start, start + n,
+                                                                        device=commit.device))
+            logits = logits[among(commit, ask, n)]
+            self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        self.unfiled = []
 
     def due(self, open_):
         """Rows to verify now: K forwards since the last time, or nothing left to draft."""
@@ -1535,8 +1578,8 @@ class DualState:
             return self.masks | masks
         return block if cache == "dual" else since_first(block)
 
-    def after(self, kind, rows, masks, commit, checked, remask, logits, shared):
-        """Bookkeeping after a forward of `rows`; logits (k, V) of what it committed."""
+    def after(self, kind, rows, masks, commit, checked, remask, draft, shared):
+        """Bookkeeping after a forward of `rows`; draft: its logits and what they were asked for."""
         verified = kind == "verify"
         if verified:
             share = remask.sum(1) / checked.sum(1).clamp(min=1)
@@ -1557,10 +1600,7 @@ class DualState:
         self.stale = self.stale | (near & (self.checks > 0) & ~changed)
         self.drafted = self.drafted | commit
         self.revised = self.revised + remask
-        start = 0 if self.logits is None else len(self.logits)
-        self.where = self.where.masked_scatter(
-            commit, torch.arange(start, start + len(logits), device=commit.device))
-        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        self.unfiled.append((*draft, commit))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1592,10 +1632,13 @@ def sample_wino(denoiser, prompt, *, gen_length=128, block_length=128, threshold
         masks = visible & (x == denoiser.mask_id)           # a hole before the block belongs to it
         block = visible & (column < end) & (since_first(masks) | (column >= start))
         ours, last_accept = block & masks, torch.full_like(x[:, 0], 30)
-        while (ask := block & (x == denoiser.mask_id)).any():
+        while True:
+            ask = block & (x == denoiser.mask_id)
             earlier = ours & ~ask & ask.any(1)[:, None]
             logits, judged = denoiser.leave_one_out(x, ask, earlier, visible, work=record.work,
                                                     shadow=block & ask.any(1)[:, None])
+            if len(logits) == 0:        # nothing was asked: there was no forward
+                break
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
             cap = wino_cap(ask.sum(1))
             best = top_k(score, ask, torch.ones_like(cap))
@@ -1639,10 +1682,13 @@ def sample_saber(denoiser, prompt, *, gen_length=128, block_length=128, n=2, att
     generated, ever = visible & (x == denoiser.mask_id), torch.zeros_like(visible)
     latest = last = torch.zeros(x.shape, device=x.device)
     for _, end in block_bounds(P, gen_length, block_length):
-        while (masks := visible & (x == denoiser.mask_id) & (column < end)).any():
+        while True:
+            masks = visible & (x == denoiser.mask_id) & (column < end)
             live = masks.any(1)[:, None]
             ask = generated & (column < end) & live
             logits = denoiser(x, ask, visible, work=record.work)
+            if len(logits) == 0:        # nothing was asked: there was no forward
+                break
             tokens, confidence, score = propose(denoiser, x, ask, logits, **knobs)
             latest, last = latest.to(confidence.dtype), last.to(confidence.dtype)
             mean = (latest * ever).sum(1) / ever.sum(1)         # NaN before the first commit
@@ -1734,19 +1780,16 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             again = ours & ~masks & ~sure & (checks < max_checks)   # are seeds, or may be next time
             closed = ~masks.any(1) & again.any(1) & (left > 0)
             live = (masks.any(1) | closed)[:, None]
-            rows, n_masks, n_seeds = to_host(live.sum(), masks.sum(), seeds.sum())
-            if rows == 0:
-                break
             again, probe = again & live, earlier_too(block & live, shift) & visible
             ask = masks | seeds | (again if uncertainty == "entropy" else again & closed[:, None])
-            logits = denoiser(x, ask, visible, work=record.work, kv=kv, window=window, seeds=seeds,
-                              probe=probe)
+            logits, drafts, checked = denoiser(x, (ask, masks, seeds), visible, work=record.work,
+                                               kv=kv, window=window, seeds=seeds, probe=probe)
+            if len(logits) == 0:        # nothing was asked: there was no forward
+                break
             shown = torch.where(stored(live, window, seeds, shift), x, shown)
             entropy = torch.special.entr(logits.float().softmax(1)).sum(1)
             u = torch.where(ask if uncertainty == "entropy" else masks,
                             u.masked_scatter(ask, entropy), u)
-            drafts, checked = (logits[among(part, ask, n)] for part, n in ((masks, n_masks),
-                                                                           (seeds, n_seeds)))
             tokens, confidence, surety = propose(denoiser, x, masks, drafts, **knobs)
             commit = masks & (surety > threshold) | top_k(surety, masks, live[:, 0].long())
             if commit_cap:
@@ -1760,7 +1803,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             record.revise(x, remask, "remask")
             x = torch.where(commit, tokens, x)
             x = torch.where(replace, better, x).masked_fill(remask, M)
-            record.step(x, commit | replace, torch.where(replace, p, confidence))
+            record.step(x, commit | replace, torch.where(seeds, p, confidence))
             checks, left, step = checks + (seeds & ~wait), left - closed.long(), step + 1
             changed = commit | replace | remask
             sure = (sure | seeds) & ~changed.any(1, keepdim=True)   # no token changed since

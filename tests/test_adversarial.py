@@ -38,7 +38,8 @@ def test_rules_that_take_back_all_they_may_end(name, knobs, make, shift):
 @pytest.mark.parametrize("name, knobs", VARIANTS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_model_that_breaks_down_later_is_an_error(name, knobs, bad):
-    """The second forward's logits are not usable; in one row of two is enough."""
+    """The second forward's logits are not usable; in one row of two is enough. It is said at the
+    third, or at the end."""
     calls = [0]
 
     def model(ids, position_ids):
@@ -47,7 +48,7 @@ def test_a_model_that_breaks_down_later_is_an_error(name, knobs, bad):
         if calls[0] > 1:
             out[-1] = bad
         return out
-    with pytest.raises(ValueError, match="logits are not usable at candidate"):
+    with pytest.raises(ValueError, match="logits are not usable at forward"):
         SAMPLERS[name](Denoiser(Table(model), M), [[1, 2], [3]], gen_length=8, block_length=8,
                        **{**knobs, **({} if "threshold" not in knobs else {"threshold": 1.0})})
 

@@ -325,7 +325,6 @@ ASK, FULL = torch.tensor([[False, True]]), torch.ones(1, 2, dtype=torch.bool)
 
 
 @table(
-    ((IDS, ~FULL), "ask is False everywhere"),
     ((IDS, ASK[:, :1]), r"ask is torch.bool of shape \(1, 1\) and x has shape \(1, 2\), expected"),
     ((IDS, ASK.long()), "ask .*int64.* expected bool"),
     ((IDS[0], ASK[0]), r"x has shape \(2,\), expected bool, both \(B, L\)"),

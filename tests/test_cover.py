@@ -262,7 +262,8 @@ def watch_seeds(monkeypatch):
     """Records of every forward's seeds and canvas."""
     seen, call = [], Denoiser.__call__
     def spy(self, x, ask, attention_mask=None, *, seeds=None, window=None, **kw):
-        seen.append(SimpleNamespace(x=x, seeds=seeds, window=window))
+        if ask[0].any():        # else there is no forward
+            seen.append(SimpleNamespace(x=x, seeds=seeds, window=window))
         return call(self, x, ask, attention_mask, seeds=seeds, window=window, **kw)
     monkeypatch.setattr(Denoiser, "__call__", spy)
     return seen

@@ -621,13 +621,52 @@ def test_attention_that_the_hook_does_not_do_is_refused():
         Denoiser(Gemma2ForCausalLM(Gemma2Config(**config)), M)
 
 
+@pytest.mark.parametrize("shift", [False, True])
+def test_parts_of_one_forward_are_what_each_alone_would_get(shift):
+    """A tuple of canvases is one forward over their union; parts may overlap, be empty, be all."""
+    d, x = Denoiser(tiny_llama(2), M, shift=shift), random_ids(3, 8)
+    one = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)) < .4
+    one[1] = False
+    two, none = one & (torch.arange(8) % 2 == 0), one & False
+    record = dlm_spec.Recorder(x, one | True, 0)
+    got = d(x, (one, two, none), work=record.work)
+    assert record.work.nfe.tolist() == [1, 0, 1] and record.work.calls == 1
+    assert torch.equal(got[0], d(x, one)) and close(got[1], d(x, two)) and len(got[2]) == 0
+    left, right = d(x, (two, one & ~two))
+    assert close(left, got[1]) and close(right, d(x, one & ~two))
+    alone, = d(x, (one,))
+    assert torch.equal(alone, got[0])
+
+
+def test_nothing_asked_is_no_forward():
+    d, x = Denoiser(tiny_llama(2), M), random_ids(2, 5)
+    none = torch.zeros_like(x, dtype=torch.bool)
+    work = dlm_spec.Recorder(x, ~none, 0).work
+    for logits in (d(x, none, work=work), *d(x, (none, none), work=work),
+                   *d.leave_one_out(x, none, none, work=work)):
+        assert logits.shape == (0, d.n_embeddings)
+    assert work.calls == 0 and work.nfe.tolist() == [0, 0]
+    assert len(Denoiser(Table(torch.zeros(5, VOCAB)), M)(x, none)) == 0
+
+
+def test_unusable_logits_have_no_confidence():
+    """NaN, +inf or all -inf in one candidate: NaN there, and the other's number is its own."""
+    logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = logits.clone()
+        broken[0, 3 if bad != -torch.inf else slice(None)] = bad
+        for remasking in dlm_spec.REMASKING:
+            g = [torch.Generator().manual_seed(1) for _ in range(2)]
+            c, want = (dlm_spec.predict(t, remasking=remasking, generator=h)[1]
+                       for t, h in zip((broken, logits), g))
+            assert c[0].isnan() and c[1] == want[1]
+
+
 def test_misuse_of_the_denoiser_is_named():
     denoiser, ask = Denoiser(tiny_llama(1), M), torch.ones(1, 4, dtype=torch.bool)
     for kv in (None, KVCache()):
         with pytest.raises(ValueError, match="a kv that an earlier forward has filled"):
             denoiser(random_ids(1, 4), ask, kv=kv, window=ask)
-    with pytest.raises(ValueError, match="ask is False everywhere"):
-        denoiser(random_ids(1, 4), ~ask)
     with pytest.raises(ValueError, match="mask_id is 60, but the model has 40 embeddings"):
         Denoiser(tiny_llama(1), 60)
     with pytest.raises(ValueError, match="pad_id is 70"):
