@@ -60,10 +60,12 @@ import sys
 import textwrap
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -467,18 +469,23 @@ class Denoiser:
         return logits.to(self.device)
 
     def compile(self, **options):
-        """Let torch.compile make the model's layers faster, with its `options`. Every kind of
+        """Make the model's layers faster. On one CUDA device and without options: by CUDA graphs,
+        see CudaGraphs; the same numbers. Else by torch.compile with its `options`: every kind of
         forward is compiled when it first comes (up to a minute), for all sizes at once, but once
         more where a size (rows, seeds) is 1: a sampler that has met both compiles nothing more.
         Logits change by rounding. Raises torch's limit on graphs per function, for the process.
-        (mode "reduce-overhead", CUDA graphs, does not go together with caches.)
+        (Its mode "reduce-overhead" does not go together with caches.)
         """
         if self._head is None:
             raise ValueError("the model is a plain callable: compile it yourself")
+        layers, where = self.model.base_model, {p.device for p in self.model.parameters()}
+        if not options and len(where) == 1 and self.device.type == "cuda":
+            layers.forward = CudaGraphs(layers.forward)
+            return
         limit = torch._dynamo.config.recompile_limit        # 8: fewer than there are kinds
         torch._dynamo.config.recompile_limit = max(limit, 64)
         # the layers alone: the vocabulary head runs on other rows each time
-        self.model.base_model.compile(**{"dynamic": True} | options)
+        layers.compile(**{"dynamic": True} | options)
 
     def encode(self, text, *, chat=True, system=None):
         """Token ids of prompts, left-padded: (B, P) ids and (B, P) bool mask,
@@ -535,6 +542,93 @@ class Denoiser:
             rows = [r[:next((i for i, t in enumerate(r) if t in self.eos_ids), len(r))]
                     for r in rows]
         return [self.tokenizer.decode(r, skip_special_tokens=True) for r in rows]
+
+
+def capture(forward, pool=None):
+    """forward() as a CUDA graph: what it returned, a function that computes it anew into the same
+    memory, and the memory pool, which other graphs may share."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = forward()
+    return out, graph.replay, graph.pool()
+
+
+class InPlace(dict):
+    """layer -> tensor; whatever is put where there is one is copied into its memory."""
+
+    def __setitem__(self, layer, new):
+        old = self.setdefault(layer, new)
+        if old is not new:
+            old.copy_(new)
+
+
+class CudaGraphs:
+    """The `forward` of a model's layers, replayed as CUDA graphs: the same kernels on the same
+    numbers, without the Python and the launches between them, which outlast a small forward.
+
+    A forward of a kind and of sizes that come for the second time on a canvas of B rows and L
+    columns is captured, and from then on replayed. A graph reads and writes fixed memory: inputs
+    are copied there; keys and values live in buffers, one set per canvas, that are lent to the
+    KVCache at work (one that had them before and is still in use gets copies); what it returns
+    holds until the next forward. Kept for the `canvases` used last.
+    """
+
+    def __init__(self, forward, canvases=4):
+        self.forward, self.most, self.canvases = forward, canvases, {}
+
+    def __call__(self, kv=None, **inputs):
+        """As forward(kv=, **inputs); and just that with gradients, or a kv of another class."""
+        if torch.is_grad_enabled() or type(kv) not in (KVCache, type(None)):
+            return self.forward(kv=kv, **inputs)
+        B, L = inputs["input_ids"].shape
+        if kv is not None:
+            B, L = kv.B, next(iter(kv.k.values())).shape[2] if kv.k else L - kv.shadow
+        canvas = self.canvases[B, L] = self.canvases.pop((B, L), None) or SimpleNamespace(
+            k=InPlace(), v=InPlace(), owner=None, pool=None, graphs={})
+        for unused in [*self.canvases][:-self.most]:
+            del self.canvases[unused]
+        given = [inputs]
+        if kv is not None:
+            self.lend(canvas, kv)
+            given += [vars(kv)] + ([vars(kv.seeds)] if kv.seeds is not None else [])
+        kind = tuple((name, *((t.shape, t.dtype) if isinstance(t, Tensor) else (t,)))
+                     for part in given for name, t in part.items()
+                     if not isinstance(t, (InPlace, DualView)))
+        if kind not in canvas.graphs:
+            canvas.graphs[kind] = None
+            return self.forward(kv=kv, **inputs)
+        if canvas.graphs[kind] is None:
+            fixed, own = [{name: t.clone() if isinstance(t, Tensor) else t
+                           for name, t in part.items()} for part in given], None
+            if kv is not None:
+                own = KVCache()
+                vars(own).update(fixed[1], seeds=DualView(**fixed[2]) if fixed[2:] else None)
+            out, replay, canvas.pool = capture(lambda: self.forward(kv=own, **fixed[0]),
+                                               canvas.pool)
+            canvas.graphs[kind] = fixed, own, out, replay
+        fixed, own, out, replay = canvas.graphs[kind]
+        for to, part in zip(fixed, given):
+            for name, t in part.items():
+                if isinstance(t, Tensor):
+                    to[name].copy_(t)
+        replay()
+        if kv is not None:
+            kv.attention = own.attention
+        return out
+
+    @staticmethod
+    def lend(canvas, kv):
+        """Keys and values of kv move into the canvas's buffers."""
+        if kv.k is canvas.k:
+            return
+        last = canvas.owner and canvas.owner()
+        if last is not None and last.k is canvas.k:
+            last.k, last.v = ({layer: t.clone() for layer, t in side.items()}
+                              for side in (canvas.k, canvas.v))
+        for buffers, side in ((canvas.k, kv.k), (canvas.v, kv.v)):
+            for layer, t in side.items():
+                buffers[layer] = t.clone()
+        kv.k, kv.v, canvas.owner = canvas.k, canvas.v, weakref.ref(kv)
 
 
 def embeddings_of(model):

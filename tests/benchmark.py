@@ -8,7 +8,11 @@ shared machine changes both sides alike.
     overhead   a sampler's wall time / that of its own forwards alone, run bare: same canvases,
                same positions, same keys and values
     kinds      one forward of each kind / a plain full forward
-    compiled   a forward with compiled layers / one without, kind by kind
+    compiled   a forward with compiled layers (CUDA graphs; torch.compile on a CPU) / one without,
+               kind by kind
+    roofline   seconds of a full forward of 512 positions / those of its operations at the rate of a
+               large square product, or of reading all weights at that of a large copy, whichever
+               is more; and of a window of 32, bare and compiled / reading the weights
     head       token and confidence of 32 of 128 positions at V = 126,464, and of all of them,
                against softmax of the whole (B, L, V) in float64: seconds and peak of memory
     scaling    a COVER step, all that its loop does included, / a plain forward, over L, B and V
@@ -170,6 +174,33 @@ def compiled(denoiser, shape, L, B, repeats):
             if name in ("plain", "dual window of 32", "dual view, 8 seeds")}
 
 
+def roofline(denoiser, shape, repeats, L=512, asked=32):
+    """A full forward and a window against what the device could do."""
+    device, weights = denoiser.device, [*denoiser.model.base_model.layers.parameters(),
+                                        *denoiser.model.lm_head.parameters()]
+    dtype, c, few = weights[0].dtype, denoiser.model.config, range(repeats)
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    big = torch.empty(2 ** 28 if device.type == "cuda" else 2 ** 26, device=device)
+    per_s = 2 * n ** 3 / min(seconds(lambda: a @ a, device) for _ in few)
+    bytes_per_s = 8 * big.numel() / min(seconds(lambda: big.clone(), device) for _ in few)
+    read = sum(w.numel() * w.element_size() for w in weights) / bytes_per_s
+    layers = sum(w.numel() for w in denoiser.model.base_model.layers.parameters())
+    operations = (2 * L * layers + 4 * L * L * c.hidden_size * c.num_hidden_layers
+                  + 2 * asked * c.hidden_size * c.vocab_size)
+    fast = build(shape, device, dtype)
+    fast.compile()
+
+    def median(f):
+        f(), f(), f()
+        return statistics.median(seconds(f, device) for _ in few)
+
+    plain, window = (forms(denoiser, L, 1)[k] for k in ("plain", "dual window of 32"))
+    return dict(tera_per_s=per_s / 1e12, gb_per_s=bytes_per_s / 1e9,
+                full=median(plain) / max(operations / per_s, read), window=median(window) / read,
+                window_compiled=median(forms(fast, L, 1)["dual window of 32"]) / read)
+
+
 def peak(f, device):
     """The most memory that f() holds at once beyond what was there, in bytes."""
     if str(device).startswith("cuda"):
@@ -274,7 +305,7 @@ def batch(device, repeats, n=8, G=64):
                  device, repeats)
 
 
-PARTS = ("overhead", "kinds", "compiled", "head", "scaling", "speed", "batch")
+PARTS = ("overhead", "kinds", "compiled", "roofline", "head", "scaling", "speed", "batch")
 
 
 def main(argv=None):
@@ -300,6 +331,7 @@ def main(argv=None):
                              for label in SAMPLERS},
         "kinds": lambda: kinds(denoiser, 256, 1, args.repeats),
         "compiled": lambda: compiled(denoiser, args.shape, 256, 1, args.repeats),
+        "roofline": lambda: roofline(denoiser, args.shape, args.repeats),
         "head": lambda: head(args.device, args.repeats),
         "scaling": lambda: scaling(denoiser, args.shape, few),
         "speed": lambda: speed(args.device, few), "batch": lambda: batch(args.device, few)}

@@ -2,7 +2,7 @@
 """Every sampler on a LLaDA-8B-shaped model with random weights on a CUDA device, in bf16.
 
     python tests/gpu_check.py --json gpu.json        # minutes; says so and ends where there is none
-    python tests/gpu_check.py --compile                     # and some of them with compiled layers
+    python tests/gpu_check.py --compile                     # and some of them by CUDA graphs
     python tests/gpu_check.py --device cpu --shape mini --gen-length 8      # every line, anywhere
 
 Checks that nothing is masked or NaN, that COVER's dual view agrees with its definition, one softmax
@@ -115,7 +115,7 @@ def driver_count(device):
 
 def measure(denoiser, label, name, knobs, lengths, G, count=True):
     """One sampler on prompts of these lengths: a row of the table, a dict, and the tokens.
-    count: the waits, too. (A forward that is watched for them is never compiled.)"""
+    count: the waits, too. (A forward that is watched for them is never torch.compiled.)"""
     g, device = torch.Generator().manual_seed(1), denoiser.device
     prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
 
@@ -129,6 +129,7 @@ def measure(denoiser, label, name, knobs, lengths, G, count=True):
             decode()
     else:
         decode()
+        decode()        # what comes for the second time is captured
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.synchronize()
@@ -163,7 +164,8 @@ def main(argv=None):
     cli.add_argument("--device", default="cuda")
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     cli.add_argument("--gen-length", type=int, default=64)
-    cli.add_argument("--compile", action="store_true", help="compare with compiled layers")
+    cli.add_argument("--compile", action="store_true",
+                     help="compare with compiled layers: CUDA graphs, on a CPU torch.compile")
     cli.add_argument("--json", type=Path)
     args, begun = cli.parse_args(argv), time.perf_counter()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -192,6 +194,8 @@ def main(argv=None):
                                  count=not how)
                 eager = tokens.setdefault((label, len(lengths)), x)
                 row["same_tokens"] = float((x == eager).float().mean())
+                graphs = isinstance(denoiser.model.base_model.forward, dlm_spec.CudaGraphs)
+                assert row["same_tokens"] == 1 or not graphs, (label, "graphs change tokens")
                 rows.append(row)
                 cells = {k: v for k, v in row.items() if k != "where"}
                 if len(rows) == 1:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: MIT
+"""CUDA graphs: with a device the real ones, without one their stand-in (graphs.py)."""
+import pytest
+import torch
+from graphs import capture
+from helpers import M, random_ids, tiny_llama, tiny_qwen2
+
+import dlm_spec
+from dlm_spec import CudaGraphs, Denoiser, KVCache, load_denoiser
+
+DECODES = [
+    ("llada", dict(steps=9)), ("llada", dict(steps=9, cfg_scale=.5)),
+    *(("fast_dllm", dict(threshold=.3, cache=cache)) for cache in (None, "prefix", "dual")),
+    ("dkv", dict(threshold=.3, refresh=4)), ("wino", dict(threshold=.2)), ("saber", {}),
+    *(("dual_diffusion", dict(threshold=.3, view=view, draft_steps=2))
+      for view in ("leave_one_out", "cover", "visible")),
+    *(("cover", dict(threshold=.2, cache=cache, tau_remask=.9, closing=2))
+      for cache in (None, "prefix", "dual"))]
+
+
+def graphed(denoiser):
+    """The denoiser, and its CudaGraphs."""
+    layers = denoiser.model.base_model
+    layers.forward = CudaGraphs(layers.forward)
+    return denoiser, layers.forward
+
+
+def lively(make, shift=False):
+    """A small model whose tokens differ."""
+    model = make(2, seed=1)
+    model.lm_head.weight.data.mul_(25)
+    return Denoiser(model, M, shift=shift)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """A list that grows by one with each capture."""
+    found = []
+
+    def watch(forward, pool=None):
+        found.append(pool)
+        return capture(forward, pool)
+    monkeypatch.setattr(dlm_spec, "capture", watch)
+    return found
+
+
+@pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])
+@pytest.mark.parametrize("name, knobs", DECODES, ids=str)
+def test_a_replayed_decode_is_the_decode(name, knobs, make, shift, captured):
+    """Same tokens, forwards, confidences, revisions, to the last bit; rows that end early and
+    prompts of several lengths included. A third decode of a size captures nothing more."""
+    plain, (fast, graphs) = lively(make, shift), graphed(lively(make, shift))
+    for P, G in ((9, 24), (6, 24), (6, 24), (6, 24)):
+        rows = [*random_ids(1, P), *random_ids(1, P - 3), *random_ids(1, P - 1)]
+        before = len(captured)
+        want, got = (dlm_spec.SAMPLERS[name](d, rows, gen_length=G, block_length=12, **knobs)
+                     for d in (plain, fast))
+        for field in ("sequences", "nfe", "positions", "commit_step", "commit_confidence"):
+            assert torch.equal(getattr(want, field), getattr(got, field)), field
+        assert want.revisions == got.revisions and want.calls == got.calls
+    assert len(captured) == before > 0 and len(graphs.canvases) <= 4
+
+
+def test_two_caches_that_take_turns_keep_their_keys_and_values(captured):
+    """They share one set of buffers, which changes hands with copies."""
+    plain, (fast, _) = lively(tiny_llama), graphed(lively(tiny_llama))
+    xs = [random_ids(2, 12, seed=seed) for seed in (0, 1)]
+    ask = torch.zeros(2, 12, dtype=torch.bool)
+    ask[:, 4:7] = True
+    with torch.no_grad():
+        found = []
+        for d in (plain, fast):
+            kvs, logits = (KVCache(), KVCache()), []
+            for kv, x in zip(kvs, xs):
+                d(x, ask, kv=kv)
+            for step in range(8):
+                i = step % 2 if step < 4 else step // 2 % 2
+                logits.append(d(xs[i].masked_fill(ask & (torch.arange(12) == 4 + step % 3), M), ask,
+                                kv=kvs[i], window=ask))
+            found.append(logits)
+            keys = [kvs[0].k[0].clone(), kvs[1].k[0].clone()]
+            assert not torch.equal(*keys)
+    assert captured and all(map(torch.equal, *found))
+
+
+def test_buffers_and_graphs_of_the_last_few_sizes_are_kept(captured):
+    fast, graphs = graphed(lively(tiny_llama))
+    for P in (3, 4, 5, 6, 3, 7):
+        dlm_spec.sample_fast_dllm(fast, random_ids(1, P), gen_length=8, block_length=8,
+                                  cache="dual", threshold=.99)
+    assert [L for _, L in graphs.canvases] == [13, 14, 11, 15]
+
+
+def test_with_gradients_nothing_is_captured(captured):
+    fast, _ = graphed(lively(tiny_llama))
+    x, ask = random_ids(1, 6), torch.ones(1, 6, dtype=torch.bool)
+    for _ in range(3):
+        fast(x, ask).logsumexp(-1).sum().backward()
+    assert not captured and fast.model.model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_the_stand_in_refuses_what_a_capture_refuses():
+    x = torch.arange(4.)
+    for f in (lambda: x.max().item(), lambda: x.nonzero(), lambda: x[x > 2]):
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            capture(f)
+
+
+def test_attention_maps_are_replayed(captured):
+    plain, (fast, _) = lively(tiny_llama), graphed(lively(tiny_llama))
+    ask = torch.ones(2, 9, dtype=torch.bool)
+    found = []
+    for d in (plain, fast):
+        kv = KVCache((0, 1))
+        with torch.no_grad():
+            for seed in range(4):
+                d(random_ids(2, 9, seed=seed), ask, kv=kv, probe=ask)
+                found.append(kv.attention.clone())
+    assert captured and all(map(torch.equal, found[:4], found[4:]))
+    assert not torch.equal(found[2], found[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_on_a_cuda_device_compile_gives_the_same_tokens():
+    plain, fast = (load_denoiser(device="cuda", dtype=torch.float32, compile=c)
+                   for c in (False, True))
+    assert isinstance(fast.model.base_model.forward, CudaGraphs)
+    ids, mask = plain.encode(dlm_spec.EXAMPLES[:2])
+    for name, knobs in DECODES * 2:
+        want, got = (dlm_spec.SAMPLERS[name](d, ids, attention_mask=mask, gen_length=48,
+                                             **{"block_length": 24} | knobs) for d in (plain, fast))
+        assert torch.equal(want.sequences, got.sequences) and want.calls == got.calls, name
