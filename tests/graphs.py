@@ -36,13 +36,15 @@ def capture(forward, pool=None):
         return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
     def replay():
-        for func, args, kwargs, before in kernels.run:
-            for old, new in zip(tensors(before), tensors(func(*args, **kwargs)), strict=True):
-                if old.data_ptr() != new.data_ptr():        # else a view, or written in place
-                    old.copy_(new)
+        with torch._C.DisableTorchFunction():
+            for func, args, kwargs, before in kernels.run:
+                for old, new in zip(tensors(before), tensors(func(*args, **kwargs)), strict=True):
+                    if old.data_ptr() != new.data_ptr():        # else a view, or written in place
+                        old.copy_(new)
 
-    for func, _, _, before in kernels.run:
-        for t in tensors(before):
-            if t.is_floating_point() and not func.is_view and not func._schema.is_mutable:
-                t.fill_(torch.nan)
+    with torch._C.DisableTorchFunction():
+        for func, _, _, before in kernels.run:
+            for t in tensors(before):
+                if t.is_floating_point() and not func.is_view and not func._schema.is_mutable:
+                    t.fill_(torch.nan)
     return out, replay, pool
