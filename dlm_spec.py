@@ -480,7 +480,8 @@ class Denoiser:
             raise ValueError("the model is a plain callable: compile it yourself")
         layers, where = self.model.base_model, {p.device for p in self.model.parameters()}
         if not options and len(where) == 1 and self.device.type == "cuda":
-            layers.forward = CudaGraphs(layers.forward)
+            if not isinstance(layers.forward, CudaGraphs):
+                layers.forward = CudaGraphs(layers.forward)
             return
         limit = torch._dynamo.config.recompile_limit        # 8: fewer than there are kinds
         torch._dynamo.config.recompile_limit = max(limit, 64)

@@ -2,6 +2,7 @@
 """CUDA graphs: with a device the real ones, without one their stand-in (graphs.py)."""
 import pytest
 import torch
+from devices import FakeCuda
 from graphs import capture
 from helpers import M, random_ids, tiny_llama, tiny_qwen2
 
@@ -104,6 +105,22 @@ def test_the_stand_in_refuses_what_a_capture_refuses():
     for f in (lambda: x.max().item(), lambda: x.nonzero(), lambda: x[x > 2]):
         with pytest.raises(RuntimeError, match="cannot be captured"):
             capture(f)
+
+
+def test_compile_means_graphs_on_one_cuda_device_and_without_options(monkeypatch):
+    asked = []
+    with FakeCuda() as cuda:
+        for device in ("cuda", "cpu"):
+            d = Denoiser(cuda.move(tiny_llama(1)) if device == "cuda" else tiny_llama(1), M)
+            layers = d.model.base_model
+            monkeypatch.setattr(type(layers), "compile", lambda self, **o: asked.append(o))
+            d.compile(mode="default")
+            assert asked.pop() == {"dynamic": True, "mode": "default"}
+            for _ in range(2):      # a second time changes nothing
+                d.compile()
+            graphs = getattr(layers.forward, "forward", None)
+            assert (graphs is not None and not isinstance(graphs, CudaGraphs)) == (device == "cuda")
+            assert asked == [] if device == "cuda" else len(asked) == 2
 
 
 def test_attention_maps_are_replayed(captured):
