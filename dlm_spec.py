@@ -124,6 +124,9 @@ def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, 
 
 def sdpa(q, k, v, mask=None, scaling=None, dropout=0.0):
     """softmax(q k^T scaling) v over the columns `mask` allows; k, v may have fewer heads than q."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and mask is not None and q.is_cuda:   # whose fused kernels take groups or a mask
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling,
                                           **grouped)
