@@ -1017,15 +1017,30 @@ def confidence_of(logits, x0, remasking="low_confidence", generator=None, rows=N
     """
     if remasking == "random":
         return draw(x0.shape, generator, rows, dtype=torch.float32, device=logits.device)
-    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if remasking == "low_confidence":
-        # softmax, not exp(logit - logsumexp): near 1 that loses the digits that order the commits
-        return logits.softmax(1).gather(1, x0[:, None])[:, 0]
+        return by_rows(lambda p, token: p.gather(1, token[:, None])[:, 0], logits, x0)
     if remasking == "margin":
-        top = logits.softmax(1).topk(min(2, logits.shape[1]), dim=1).values
-        return top[:, 0] - top[:, 1:].sum(1)
+        two = by_rows(lambda p: p.topk(min(2, p.shape[1]), dim=1).values, logits)
+        return two[:, 0] - two[:, 1:].sum(1)
     assert remasking == "entropy", remasking
-    return -torch.special.entr(logits.softmax(1)).sum(1)
+    return -by_rows(entropy_of, logits)
+
+
+def entropy_of(p):
+    """Entropy in nats of probabilities (n, V): (n,). (On a CPU torch.special.entr takes twice as
+    long.)"""
+    return -p.log().clamp_(min=-1e4).mul_(p).sum(1)         # 0 log 0 is 0
+
+
+def by_rows(f, logits, *more, size=32):
+    """f(p, ...) of the softmax p of logits (N, V), in float32 or better, and of the rows of `more`:
+    a few rows at a time, so that no second (N, V) is ever there.
+
+    (Softmax, not exp(logit - logsumexp): near 1 that loses the digits that order the commits.)
+    """
+    half = logits.dtype in (torch.float16, torch.bfloat16)
+    return torch.cat([f((rows.float() if half else rows).softmax(1), *rest) for rows, *rest in
+                      zip(*(t.split(size) for t in (logits, *more)))])
 
 
 def predict(logits, *, temperature=0.0, remasking="low_confidence", tempered_confidence=False,
@@ -1885,7 +1900,7 @@ def sample_cover(denoiser, prompt, *, gen_length=128, block_length=32, threshold
             if len(logits) == 0:        # nothing was asked: there was no forward
                 break
             shown = torch.where(stored(live, window, seeds, shift), x, shown)
-            entropy = torch.special.entr(logits.float().softmax(1)).sum(1)
+            entropy = by_rows(entropy_of, logits).float()
             u = torch.where(ask if uncertainty == "entropy" else masks,
                             u.masked_scatter(ask, entropy), u)
             tokens, confidence, surety = propose(denoiser, x, masks, drafts, **knobs)

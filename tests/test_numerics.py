@@ -147,3 +147,21 @@ def test_two_thousand_decodes_take_no_more_memory_than_two_hundred(name):
         return resident()
     before = run(60)
     assert run(300) - before < 3 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N", [0, 1, 32, 33, 70])
+def test_confidences_a_few_rows_at_a_time_are_those_of_all_at_once(N, dtype):
+    """And the entropy is that of its definition, where a probability is 0 as well."""
+    logits = (20 * torch.randn(N, 50, generator=torch.Generator().manual_seed(N))).to(dtype)
+    logits[:, 7:9] = -torch.inf
+    x0 = logits.max(1).indices
+    p = logits.to(torch.promote_types(dtype, torch.float32)).softmax(1)
+    two = p.topk(2, dim=1).values
+    for name, want in (("low_confidence", p.gather(1, x0[:, None])[:, 0]),
+                       ("margin", two[:, 0] - two[:, 1]),
+                       ("entropy", -torch.special.entr(p).sum(1))):
+        got = dlm_spec.confidence_of(logits, x0, name)
+        assert got.dtype == p.dtype and got.shape == (N,)
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-7) and (got <= 1).all()
+        assert torch.equal(got, want) or name == "entropy"
