@@ -315,7 +315,7 @@ class Denoiser:
         Args:
             x: (B, L) canvas. attention_mask: (B, L) bool, False on padding; None: no padding.
             ask: (B, L) bool; where it is False everywhere, no forward is made. Or a tuple of such,
-                parts of what one forward is asked.
+                parts of what one forward is asked (a part that is all of it shares its memory).
             cfg_scale, given: classifier-free guidance [1]: u + (cfg_scale + 1)(c - u), where c
                 are the logits of x and u those of x with the `given` (B, L) positions masked.
                 Counts two forwards; takes no kv.
@@ -334,10 +334,11 @@ class Denoiser:
             raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
                              "and takes no kv")
         single, parts = not isinstance(ask, tuple), ask if isinstance(ask, tuple) else (ask,)
+        for part in parts:
+            if part.dtype != torch.bool or part.shape != x.shape or x.ndim != 2:
+                raise ValueError(f"ask is {part.dtype} of shape {tuple(part.shape)} and x has "
+                                 f"shape {tuple(x.shape)}, expected bool, both (B, L)")
         ask = asked = functools.reduce(torch.logical_or, parts)
-        if ask.dtype != torch.bool or ask.shape != x.shape or x.ndim != 2:
-            raise ValueError(f"ask is {ask.dtype} of shape {tuple(ask.shape)} and x has shape "
-                             f"{tuple(x.shape)}, expected bool, both (B, L)")
         if len(x) == 0:
             raise ValueError("x has no rows: there is nothing to forward")
         visible, position_ids, late = self._layout(x, attention_mask)
@@ -392,7 +393,7 @@ class Denoiser:
             logits = u + (cfg_scale + 1) * (c - u)
         else:
             logits = self._forward(x, row, column, look, position_ids, kv)
-        logits = self.ban(logits)
+        logits = self.ban(logits, work)
         return logits if single else tuple(logits if n == N else logits[among(part, asked, n)]
                                            for part, n in zip(parts, n_parts))
 
@@ -438,7 +439,7 @@ class Denoiser:
         logits = self.ban(self._forward(
             torch.cat([x, token], 1), torch.cat([row, c_row]),
             torch.cat([column - late[row, column], L + c_index]), look[:, None],
-            torch.cat([position_ids, position_ids.gather(1, source)], 1), kv))
+            torch.cat([position_ids, position_ids.gather(1, source)], 1), kv), work)
         return logits[:len(row)], logits[len(row):]
 
     def _layout(self, x, attention_mask):
@@ -463,13 +464,17 @@ class Denoiser:
                 handle.remove()
         return logits if self._head is not None else logits[row, column]
 
-    def ban(self, logits):
-        """Logits (N, V) with M and the padded vocabulary rows at -inf, in place."""
+    def ban(self, logits, work=None):
+        """Logits (N, V) with M and the padded vocabulary rows at -inf, in place; and a note in
+        `work` whether each row can be used: no NaN, no +inf, not -inf alone."""
         if self.n_tokens is not None:
             logits[:, self.n_tokens:] = -torch.inf
         if self.mask_id < logits.shape[1]:
             logits[:, self.mask_id] = -torch.inf
-        return logits.to(self.device)
+        logits = logits.to(self.device)
+        if work is not None:
+            work.sane = logits.amax(1).isfinite().all()
+        return logits
 
     def compile(self, **options):
         """Make the model's layers faster. On one CUDA device and without options: by CUDA graphs,
@@ -482,6 +487,8 @@ class Denoiser:
         if self._head is None:
             raise ValueError("the model is a plain callable: compile it yourself")
         layers, where = self.model.base_model, {p.device for p in self.model.parameters()}
+        if options and isinstance(layers.forward, CudaGraphs):
+            raise ValueError("the layers are CUDA graphs by now: load the model again")
         if not options and len(where) == 1 and self.device.type == "cuda":
             if not isinstance(layers.forward, CudaGraphs):
                 layers.forward = CudaGraphs(layers.forward)
@@ -548,13 +555,21 @@ class Denoiser:
         return [self.tokenizer.decode(r, skip_special_tokens=True) for r in rows]
 
 
-def capture(forward, pool=None):
+def capture(forward, device, pool=None):
     """forward() as a CUDA graph: what it returned, a function that computes it anew into the same
     memory, and the memory pool, which other graphs may share."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        out = forward()
+    now = torch.cuda.current_stream(device)         # where we are again even after a failure
+    with torch.cuda.device(device), torch.cuda.stream(now):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=capture_stream(device)):
+            out = forward()
     return out, graph.replay, graph.pool()
+
+
+@functools.cache
+def capture_stream(device):
+    """One per device, since each costs its own workspaces."""
+    return torch.cuda.Stream(device)
 
 
 class InPlace(dict):
@@ -574,32 +589,43 @@ class CudaGraphs:
     columns is captured, and from then on replayed. A graph reads and writes fixed memory: inputs
     are copied there; keys and values live in buffers, one set per canvas, that are lent to the
     KVCache at work (one that had them before and is still in use gets copies); what it returns
-    holds until the next forward. Kept for the `canvases` used last.
+    holds until the next forward. Kept for the `canvases` used last, with `kinds` graphs each.
+    Weights must stay where they are. What cannot be captured (layers that wait for the device)
+    runs as it is, with a warning.
     """
 
-    def __init__(self, forward, canvases=4):
-        self.forward, self.most, self.canvases = forward, canvases, {}
+    def __init__(self, forward, canvases=4, kinds=48):
+        self.canvases, self.most, self.kinds, self.failed = {}, canvases, kinds, False
+        layers = weakref.WeakMethod(forward)        # which hold this object: they die together
+        self.forward = lambda **inputs: layers()(**inputs)
 
     def __call__(self, kv=None, **inputs):
         """As forward(kv=, **inputs); and just that with gradients, or a kv of another class."""
-        if torch.is_grad_enabled() or type(kv) not in (KVCache, type(None)):
+        ids = inputs.get("input_ids")
+        if (torch.is_grad_enabled() or type(kv) not in (KVCache, type(None)) or ids is None
+                or self.failed):
             return self.forward(kv=kv, **inputs)
-        B, L = inputs["input_ids"].shape
+        where = ids.device.type
+        size = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(where),
+                torch.get_autocast_dtype(where))
         if kv is not None:
-            B, L = kv.B, next(iter(kv.k.values())).shape[2] if kv.k else L - kv.shadow
-        canvas = self.canvases[B, L] = self.canvases.pop((B, L), None) or SimpleNamespace(
+            full = kv.positions is None
+            size += kv.B, ids.shape[1] - kv.shadow if full else next(iter(kv.k.values())).shape[2]
+        canvas = self.canvases[size] = self.canvases.pop(size, None) or SimpleNamespace(
             k=InPlace(), v=InPlace(), owner=None, pool=None, graphs={})
         for unused in [*self.canvases][:-self.most]:
             del self.canvases[unused]
         given = [inputs]
         if kv is not None:
-            self.lend(canvas, kv)
+            self.lend(canvas, kv, size[-2:])
             given += [vars(kv)] + ([vars(kv.seeds)] if kv.seeds is not None else [])
         kind = tuple((name, *((t.shape, t.dtype) if isinstance(t, Tensor) else (t,)))
                      for part in given for name, t in part.items()
                      if not isinstance(t, (InPlace, DualView)))
         if kind not in canvas.graphs:
             canvas.graphs[kind] = None
+            for unused in [*canvas.graphs][:-self.kinds]:
+                del canvas.graphs[unused]
             return self.forward(kv=kv, **inputs)
         if canvas.graphs[kind] is None:
             fixed, own = [{name: t.clone() if isinstance(t, Tensor) else t
@@ -607,8 +633,13 @@ class CudaGraphs:
             if kv is not None:
                 own = KVCache()
                 vars(own).update(fixed[1], seeds=DualView(**fixed[2]) if fixed[2:] else None)
-            out, replay, canvas.pool = capture(lambda: self.forward(kv=own, **fixed[0]),
-                                               canvas.pool)
+            try:
+                out, replay, canvas.pool = capture(lambda: self.forward(kv=own, **fixed[0]),
+                                                   ids.device, canvas.pool)
+            except RuntimeError as e:
+                self.failed = True
+                warnings.warn(f"compile: these layers cannot be captured: {e}", stacklevel=2)
+                return self.forward(kv=kv, **inputs)
             canvas.graphs[kind] = fixed, own, out, replay
         fixed, own, out, replay = canvas.graphs[kind]
         for to, part in zip(fixed, given):
@@ -616,13 +647,14 @@ class CudaGraphs:
                 if isinstance(t, Tensor):
                     to[name].copy_(t)
         replay()
-        if kv is not None:
-            kv.attention = own.attention
+        if kv is not None and kv.probe is not None:
+            kv.attention = own.attention.clone()        # a sampler reads it after its callback
         return out
 
     @staticmethod
-    def lend(canvas, kv):
-        """Keys and values of kv move into the canvas's buffers."""
+    def lend(canvas, kv, size):
+        """Keys and values of kv move into the canvas's buffers; those of another size, which a full
+        forward will replace, do not."""
         if kv.k is canvas.k:
             return
         last = canvas.owner and canvas.owner()
@@ -631,7 +663,8 @@ class CudaGraphs:
                               for side in (canvas.k, canvas.v))
         for buffers, side in ((canvas.k, kv.k), (canvas.v, kv.v)):
             for layer, t in side.items():
-                buffers[layer] = t.clone()
+                if (t.shape[0], t.shape[2]) == size:
+                    buffers[layer] = t.clone()
         kv.k, kv.v, canvas.owner = canvas.k, canvas.v, weakref.ref(kv)
 
 
@@ -1256,7 +1289,7 @@ class Recorder:
         full: the canvas with all that was filled, where some of it was taken back at once."""
         if self.log:
             self.log.append((self.work.nfe, x if full is None else full, committed, "commit"))
-        self.work.sane = confidence.isfinite().all()
+        self.work.sane &= confidence.isfinite().all()       # logits_processor may spoil them, too
         self.commit_step = torch.where(committed, self.work.nfe[:, None], self.commit_step)
         self.commit_confidence = torch.where(committed, confidence.float(), self.commit_confidence)
         if self.history is not None:
@@ -2091,6 +2124,8 @@ def log_likelihood(denoiser, prompt, answer, *, attention_mask=None, n_samples=1
             per_sample = logp.new_zeros(masked.shape).masked_scatter(masked, logp).sum(1)
             estimates.append(per_sample * n / l.to(x.device))
         total.append(torch.cat(estimates).mean())
+    if torch.stack(total).isnan().any():
+        raise ValueError("the model's logits are not usable: they hold NaN or +inf")
     return torch.stack(total)
 
 

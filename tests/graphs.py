@@ -27,7 +27,7 @@ class Kernels(TorchDispatchMode):
         return out
 
 
-def capture(forward, pool=None):
+def capture(forward, device, pool=None):
     """Stands in for dlm_spec.capture. The results hold rubbish until the first replay."""
     with Kernels() as kernels:
         out = forward()

@@ -9,7 +9,7 @@ from test_cover import lively
 from test_numerics import VARIANTS
 from test_properties import check, flips, moody, one_token, uniform, wants_the_mask
 
-from dlm_spec import SAMPLERS, Denoiser, verify_kl, verify_trust
+from dlm_spec import SAMPLERS, Denoiser, log_likelihood, verify_kl, verify_trust
 
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 MODELS = dict(uniform=lambda: uniform, mask=lambda: wants_the_mask, one=lambda: one_token,
@@ -166,3 +166,33 @@ def test_every_keyword_changes_something(name):
         seen[what] = knobs
     given = {k for knobs in SHARED + OTHERS[name] for k in knobs}
     assert given == inspect.signature(SAMPLERS[name]).parameters.keys() - NO_RULE
+
+
+@pytest.mark.parametrize("view", ["leave_one_out", "visible", "cover"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_verifier_that_breaks_down_is_an_error(view, bad):
+    """Its logits of drafted tokens are looked at as well, where nothing is asked beside them."""
+    def model(ids, position_ids):
+        out = torch.randn(*ids.shape, 40, generator=torch.Generator().manual_seed(0))
+        return torch.full_like(out, bad) if not (ids[:, 2:6] == M).any() else out
+    with pytest.raises(ValueError, match="logits are not usable at forward"):
+        SAMPLERS["dual_diffusion"](Denoiser(Table(model), M), [[1, 2]], gen_length=4,
+                                   block_length=4, threshold=0.0, view=view, max_revisions=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_shadows_that_break_down_are_an_error(bad):
+    """WINO: the block's logits are sound, those of the shadows behind the canvas are not."""
+    def model(ids, position_ids):
+        out = torch.randn(*ids.shape, 40, generator=torch.Generator().manual_seed(0))
+        out[:, 10:] = bad
+        return out
+    with pytest.raises(ValueError, match="logits are not usable at forward 2"):
+        SAMPLERS["wino"](Denoiser(Table(model), M), [[1, 2]], gen_length=8, block_length=8,
+                         threshold=.9)
+
+
+def test_a_likelihood_of_unusable_logits_is_an_error():
+    d = Denoiser(Table(lambda ids, at: torch.full((*ids.shape, 40), math.nan)), M)
+    with pytest.raises(ValueError, match="logits are not usable"):
+        log_likelihood(d, [[1]], [[2, 3]], n_samples=4)

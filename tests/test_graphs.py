@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
 """CUDA graphs: with a device the real ones, without one their stand-in (graphs.py)."""
+import gc
+import weakref
+
 import pytest
 import torch
 from devices import FakeCuda
@@ -38,9 +41,9 @@ def captured(monkeypatch):
     """A list that grows by one with each capture."""
     found = []
 
-    def watch(forward, pool=None):
+    def watch(forward, device, pool=None):
         found.append(pool)
-        return capture(forward, pool)
+        return capture(forward, device, pool)
     monkeypatch.setattr(dlm_spec, "capture", watch)
     return found
 
@@ -89,7 +92,86 @@ def test_buffers_and_graphs_of_the_last_few_sizes_are_kept(captured):
     for P in (3, 4, 5, 6, 3, 7):
         dlm_spec.sample_fast_dllm(fast, random_ids(1, P), gen_length=8, block_length=8,
                                   cache="dual", threshold=.99)
-    assert [L for _, L in graphs.canvases] == [13, 14, 11, 15]
+    assert [L for *_, L in graphs.canvases] == [13, 14, 11, 15]
+
+
+def decode(d, seed=0, **more):
+    """A decode that depends on everything: rows of several lengths, attention maps, a cache."""
+    rows = [*random_ids(1, 9, seed=seed), *random_ids(1, 6, seed=seed + 1)]
+    return dlm_spec.sample_cover(d, rows, gen_length=24, block_length=12, threshold=.3,
+                                 tau_remask=.9, max_seeds=2, seed_share=1.0, **more).sequences
+
+
+def test_a_decode_inside_another_s_callback(captured):
+    """It replays the same graphs, which must not change what the outer one still reads."""
+    for seed in range(6):
+        plain, (fast, _) = lively(tiny_llama), graphed(lively(tiny_llama))
+        want, got = (decode(d, seed, callback=lambda _, d=d: decode(d, 50))
+                     for d in (plain, fast) for _ in range(1))
+        assert torch.equal(want, got)
+    assert captured
+
+
+def test_inference_mode_and_autocast_have_graphs_of_their_own(captured):
+    plain, (fast, graphs) = lively(tiny_llama), graphed(lively(tiny_llama))
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode,
+                 lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad):
+        for _ in range(2):
+            with mode():
+                want, got = (dlm_spec.sample_fast_dllm(d, random_ids(2, 9), gen_length=16,
+                                                       block_length=16, cache="dual", threshold=.3)
+                             for d in (plain, fast))
+            assert torch.equal(want.sequences, got.sequences)
+            assert torch.equal(want.commit_confidence, got.commit_confidence)
+    assert captured and len(graphs.canvases) == 3
+
+
+def test_layers_that_cannot_be_captured_run_as_they_are(captured):
+    plain, (fast, graphs) = lively(tiny_llama), graphed(lively(tiny_llama))
+    for d in (plain, fast):
+        d.model.model.layers[1].mlp.register_forward_pre_hook(
+            lambda _, args: args if float(args[0].max()) < 99 else None)
+    with pytest.warns(UserWarning, match="these layers cannot be captured: .*makes the host wait"):
+        for _ in range(3):
+            assert torch.equal(decode(plain), decode(fast))
+    assert graphs.failed and len(captured) == 1
+
+
+def test_a_cache_may_be_filled_again_in_another_size(captured):
+    plain, (fast, _) = lively(tiny_llama), graphed(lively(tiny_llama))
+    found = []
+    for d in (plain, fast):
+        kv = KVCache()
+        with torch.no_grad():
+            for B, L in ((2, 12), (2, 14), (3, 12), (1, 12), (2, 12), (2, 12), (2, 12)):
+                x = random_ids(B, L)
+                found.append(d(x, x == x, kv=kv))
+                found.append(d(x.masked_fill(x % 3 == 0, M), x == x, kv=kv, window=x == x))
+    assert captured and all(map(torch.equal, found[:14], found[14:]))
+
+
+def test_layers_and_graphs_die_with_the_model(captured):
+    fast = graphed(lively(tiny_llama))[0]
+    decode(fast)
+    decode(fast)
+    layers = weakref.ref(fast.model.base_model)
+    gc.collect()
+    gc.disable()
+    try:
+        del fast
+        assert captured and layers() is None
+    finally:
+        gc.enable()
+
+
+def test_a_kind_that_has_not_come_for_long_is_dropped(captured):
+    fast, graphs = graphed(lively(tiny_llama))
+    for n in range(1, 60):
+        for _ in range(2):
+            with torch.no_grad():
+                fast(random_ids(1, n), torch.ones(1, n, dtype=torch.bool))
+    canvas, = graphs.canvases.values()
+    assert len(captured) == 59 and len(canvas.graphs) == graphs.kinds < 59
 
 
 def test_with_gradients_nothing_is_captured(captured):
@@ -104,7 +186,7 @@ def test_the_stand_in_refuses_what_a_capture_refuses():
     x = torch.arange(4.)
     for f in (lambda: x.max().item(), lambda: x.nonzero(), lambda: x[x > 2]):
         with pytest.raises(RuntimeError, match="cannot be captured"):
-            capture(f)
+            capture(f, x.device)
 
 
 def test_compile_means_graphs_on_one_cuda_device_and_without_options(monkeypatch):

@@ -638,6 +638,14 @@ def test_parts_of_one_forward_are_what_each_alone_would_get(shift):
     assert torch.equal(alone, got[0])
 
 
+def test_wrong_parts_are_named():
+    d, x = Denoiser(tiny_llama(1), M), random_ids(2, 5)
+    ask = torch.ones_like(x, dtype=torch.bool)
+    for parts in ((ask, ask[:1]), (ask, x), (x, ask)):
+        with pytest.raises(ValueError, match=r"ask is .* expected bool, both"):
+            d(x, parts)
+
+
 def test_nothing_asked_is_no_forward():
     d, x = Denoiser(tiny_llama(2), M), random_ids(2, 5)
     none = torch.zeros_like(x, dtype=torch.bool)
