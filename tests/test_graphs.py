@@ -214,7 +214,7 @@ def test_attention_maps_are_replayed(captured):
         with torch.no_grad():
             for seed in range(4):
                 d(random_ids(2, 9, seed=seed), ask, kv=kv, probe=ask)
-                found.append(kv.attention.clone())
+                found.append(kv.attention)      # which later forwards leave alone
     assert captured and all(map(torch.equal, found[:4], found[4:]))
     assert not torch.equal(found[2], found[3])
 
