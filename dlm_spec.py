@@ -2001,7 +2001,8 @@ def dependence(maps, probe, masks, drafted, candidates, shift=False):
     d_in = (weight.float()[:, None] @ maps)[:, 0] / weight.sum(1, keepdim=True).clamp(min=1)
     d_out = (maps @ drafted[live].float()[..., None])[..., 0]
     out = torch.zeros(2, *masks.shape, device=maps.device)
-    out[0, live], out[1, live] = d_in, torch.zeros_like(d_in).scatter(1, at, d_out)
+    d_out = torch.zeros_like(d_in).scatter(1, at, d_out)
+    out[0, live], out[1, live] = d_in.to(out.dtype), d_out.to(out.dtype)    # autocast may narrow
     out = out.masked_fill(~candidates, 0.0)
     return out / out.amax(2, keepdim=True).clamp(min=torch.finfo(out.dtype).tiny)
 

@@ -123,7 +123,9 @@ def test_inference_mode_and_autocast_have_graphs_of_their_own(captured):
                              for d in (plain, fast))
             assert torch.equal(want.sequences, got.sequences)
             assert torch.equal(want.commit_confidence, got.commit_confidence)
-    assert captured and len(graphs.canvases) == 3
+            with mode():
+                assert torch.equal(decode(plain, cache="dual"), decode(fast, cache="dual"))
+    assert captured and {len(size) for size in graphs.canvases} == {5}
 
 
 def test_layers_that_cannot_be_captured_run_as_they_are(captured):
