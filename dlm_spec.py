@@ -600,14 +600,13 @@ class CudaGraphs:
         self.forward = lambda **inputs: layers()(**inputs)
 
     def __call__(self, kv=None, **inputs):
-        """As forward(kv=, **inputs); and just that with gradients, or a kv of another class."""
+        """As forward(kv=, **inputs); and just that with gradients, under autocast (which keeps cast
+        weights of its own), or with a kv of another class."""
         ids = inputs.get("input_ids")
         if (torch.is_grad_enabled() or type(kv) not in (KVCache, type(None)) or ids is None
-                or self.failed):
+                or self.failed or torch.is_autocast_enabled(ids.device.type)):
             return self.forward(kv=kv, **inputs)
-        where = ids.device.type
-        size = (torch.is_inference_mode_enabled(), torch.is_autocast_enabled(where),
-                torch.get_autocast_dtype(where))
+        size = (torch.is_inference_mode_enabled(),)
         if kv is not None:
             full = kv.positions is None
             size += kv.B, ids.shape[1] - kv.shadow if full else next(iter(kv.k.values())).shape[2]

@@ -112,7 +112,7 @@ def test_a_decode_inside_another_s_callback(captured):
     assert captured
 
 
-def test_inference_mode_and_autocast_have_graphs_of_their_own(captured):
+def test_inference_mode_has_graphs_of_its_own_and_autocast_none(captured):
     plain, (fast, graphs) = lively(tiny_llama), graphed(lively(tiny_llama))
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode,
                  lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad):
@@ -125,7 +125,12 @@ def test_inference_mode_and_autocast_have_graphs_of_their_own(captured):
             assert torch.equal(want.commit_confidence, got.commit_confidence)
             with mode():
                 assert torch.equal(decode(plain, cache="dual"), decode(fast, cache="dual"))
-    assert captured and {len(size) for size in graphs.canvases} == {5}
+    assert captured and {inference for inference, *_ in graphs.canvases} == {False, True}
+    before = len(captured)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            decode(fast, 7)
+    assert len(captured) == before
 
 
 def test_layers_that_cannot_be_captured_run_as_they_are(captured):
