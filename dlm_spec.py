@@ -330,17 +330,9 @@ class Denoiser:
         Returns: (N, V), N = ask.sum(), with M and padded vocabulary rows at -inf; of a tuple a
         tuple. The host waits for the device once, to learn all sizes.
         """
-        if cfg_scale and (given is None or kv is not None):
-            raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
-                             "and takes no kv")
         single, parts = not isinstance(ask, tuple), ask if isinstance(ask, tuple) else (ask,)
-        for part in parts:
-            if part.dtype != torch.bool or part.shape != x.shape or x.ndim != 2:
-                raise ValueError(f"ask is {part.dtype} of shape {tuple(part.shape)} and x has "
-                                 f"shape {tuple(x.shape)}, expected bool, both (B, L)")
+        check_forward(x, parts, cfg_scale, given, kv)
         ask = asked = functools.reduce(torch.logical_or, parts)
-        if len(x) == 0:
-            raise ValueError("x has no rows: there is nothing to forward")
         visible, position_ids, late = self._layout(x, attention_mask)
         live, outside = ask.any(1), ask & False
         if window is not None:
@@ -384,15 +376,8 @@ class Denoiser:
             kv.begin(B, rows, positions, seeds=view, probe=probe)
         if work is not None:
             work.add(rows, cost, 1 + bool(cfg_scale))
-        if cfg_scale:       # conditional and unconditional canvases in one batch, with their masks
-            both = torch.cat([x, x.masked_fill(given, self.mask_id)])
-            logits = self._forward(both, torch.cat([row, row + R]), torch.cat([column, column]),
-                                   None if look is None else torch.cat([look, look]),
-                                   torch.cat([position_ids, position_ids]), None)
-            c, u = logits.chunk(2)
-            logits = u + (cfg_scale + 1) * (c - u)
-        else:
-            logits = self._forward(x, row, column, look, position_ids, kv)
+        logits = (self._guided(cfg_scale, given, x, row, column, look, position_ids) if cfg_scale
+                  else self._forward(x, row, column, look, position_ids, kv))
         logits = self.ban(logits, work)
         return logits if single else tuple(logits if n == N else logits[among(part, asked, n)]
                                            for part, n in zip(parts, n_parts))
@@ -463,6 +448,14 @@ class Denoiser:
             if handle is not None:
                 handle.remove()
         return logits if self._head is not None else logits[row, column]
+
+    def _guided(self, scale, given, x, row, column, mask, position_ids):
+        """u + (scale + 1)(c - u): conditional and unconditional canvases in one batch."""
+        both = torch.cat([x, x.masked_fill(given, self.mask_id)])
+        c, u = self._forward(both, torch.cat([row, row + len(x)]), torch.cat([column, column]),
+                             None if mask is None else torch.cat([mask, mask]),
+                             torch.cat([position_ids, position_ids]), None).chunk(2)
+        return u + (scale + 1) * (c - u)
 
     def ban(self, logits, work=None):
         """Logits (N, V) with M and the padded vocabulary rows at -inf, in place; and a note in
@@ -701,10 +694,9 @@ def dual_view(seeds, late, visible, shift, positions=None, index=None, S=None):
 def to_host(*values, work=None):
     """0-d tensors as ints, all at once: at each such call the host waits for the device. And in the
     same go whether the logits of work's last call were of use, a ValueError if not."""
-    checked = work is not None and work.sane is not None
-    *numbers, sane = torch.stack([v.long() for v in (*values, work.sane if checked else
-                                                     torch.ones_like(values[0]))]).tolist()
-    if not sane:
+    sane = [] if work is None or work.sane is None else [work.sane]
+    numbers = torch.stack([v.long() for v in (*values, *sane)]).tolist()
+    if sane and not numbers.pop():
         raise ValueError(f"the model's logits are not usable at forward {work.calls}: they hold "
                          "NaN or +inf, or every token is -inf")
     return numbers
@@ -2272,6 +2264,21 @@ def check_model(model, mask_id, eos_ids, pad_id, n_tokens):
             raise ValueError(f"{name} is {i}, but the model has {V} embeddings")
     if mask_id in eos_ids:
         raise ValueError(f"eos_ids is {tuple(eos_ids)} and holds the mask_id {mask_id}")
+
+
+def check_forward(x, parts, cfg_scale, given, kv):
+    """The ValueErrors of Denoiser.__call__ that need no word from the device."""
+    if cfg_scale and (given is None or kv is not None):
+        raise ValueError(f"cfg_scale is {cfg_scale}: guidance needs `given` (what to mask) "
+                         "and takes no kv")
+    if not parts:
+        raise ValueError("ask is an empty tuple, expected bool canvases (B, L)")
+    for part in parts:
+        if part.dtype != torch.bool or part.shape != x.shape or x.ndim != 2:
+            raise ValueError(f"ask is {part.dtype} of shape {tuple(part.shape)} and x has shape "
+                             f"{tuple(x.shape)}, expected bool, both (B, L)")
+    if len(x) == 0:
+        raise ValueError("x has no rows: there is nothing to forward")
 
 
 def check_knobs(denoiser, B, block_length, *, temperature, suppress_eos, postpone_eos,

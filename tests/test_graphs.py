@@ -103,11 +103,13 @@ def decode(d, seed=0, **more):
 
 
 def test_a_decode_inside_another_s_callback(captured):
-    """It replays the same graphs, which must not change what the outer one still reads."""
-    for seed in range(6):
+    """It replays the same graphs, which must not change what the outer one still reads: the
+    attention maps that its next seeds are chosen by."""
+    for seed in range(0, 16, 2):
         plain, (fast, _) = lively(tiny_llama), graphed(lively(tiny_llama))
-        want, got = (decode(d, seed, callback=lambda _, d=d: decode(d, 50))
-                     for d in (plain, fast) for _ in range(1))
+        for d in (plain, fast):
+            d.model.lm_head.weight.data.div_(8)         # milder: many tokens are checked
+        want, got = (decode(d, seed, callback=lambda _, d=d: decode(d, 50)) for d in (plain, fast))
         assert torch.equal(want, got)
     assert captured
 

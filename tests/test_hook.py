@@ -644,6 +644,8 @@ def test_wrong_parts_are_named():
     for parts in ((ask, ask[:1]), (ask, x), (x, ask)):
         with pytest.raises(ValueError, match=r"ask is .* expected bool, both"):
             d(x, parts)
+    with pytest.raises(ValueError, match="ask is an empty tuple"):
+        d(x, ())
 
 
 def test_nothing_asked_is_no_forward():
