@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""MMLU, GSM8K, MATH-500, HumanEval and MBPP for chat models, and the embedded model's families.
+"""MMLU, GSM8K, MATH-500, HumanEval and MBPP for chat models, and the embedded model's
+families.
 
     lm = DlmSpecLM("GSAI-ML/LLaDA-8B-Instruct", **settings("cover", "gsm8k"), batch_size=8)
     run(lm, "gsm8k", n=200)         # {"accuracy": ..., "interval": ..., "nfe": ..., ...}
@@ -7,9 +8,9 @@
     python notebooks/benchmarks.py gsm8k mbpp --decoders cover wino -n 200      # or: accelerate
     launch notebooks/benchmarks.py ..., a copy of the model per GPU
 
-A benchmark is a prompt, what a few-shot example would answer, and a grader, over the data set's
-own fields; `task` makes a task of lm-evaluation-harness of it. All are generative: the model
-writes, an answer is taken out of the text, and programs are run in the child process of
+A benchmark is a prompt, what a few-shot example would answer, and a grader, over the data
+set's own fields; `task` makes a task of lm-evaluation-harness of it. All are generative: the
+model writes, an answer is taken out of the text, and programs are run in the child process of
 mini/tasks.py (a fence against accidents, not a security boundary).
 """
 import argparse
@@ -79,8 +80,8 @@ def mbpp_prompt(doc):
 
 
 def choice_answer(text):
-    """The letter after the last "Answer:" or "answer is", else in the last box, else a lone letter
-    at the start ("B", "(B) Paris")."""
+    """The letter after the last "Answer:" or "answer is", else in the last box, else a lone
+    letter at the start ("B", "(B) Paris")."""
     found = re.findall(r"[Aa]nswer(?:\s+is)?\s*:?[\s*`]*\(?([A-D])\b", text)
     found = found or re.findall(r"^\W*([A-D])\b", boxed(text) or "")
     found = found or re.findall(r"\A[\s*(]*([A-D])(?=[).:,*]|\s*$|\s*\n)", text)
@@ -88,7 +89,8 @@ def choice_answer(text):
 
 
 def number_answer(text):
-    """The number after the last `####`, else in the last box, else the last number; a Fraction."""
+    """The number after the last `####`, else in the last box, else the last number; a
+    Fraction."""
     number = r"-?\$?\s?\d[\d,]*(?:\.\d+)?"
     for piece in (*re.findall(r"####([^\n]*)", text)[-1:], boxed(text) or ""):
         if found := re.findall(number, piece):
@@ -133,8 +135,8 @@ def plain_latex(answer):
 
 
 def code_of(text):
-    """The first code block with a `def`, closed or not, else the first one; without any, the text
-    from its first line of code on."""
+    """The first code block with a `def`, closed or not, else the first one; without any, the
+    text from its first line of code on."""
     blocks = re.findall(r"```(?:[Pp]ython\d?|py)?[ \t]*\n(.*?)(?:```|\Z)", text, re.S)
     if blocks:
         return next((b for b in blocks if "def " in b), blocks[0])
@@ -143,8 +145,8 @@ def code_of(text):
 
 
 def humaneval_completion(doc, text):
-    """What is to stand behind doc["prompt"] (str): a function body, or the whole function again,
-    which leaves the prompt's imports and helpers in force."""
+    """What is to stand behind doc["prompt"] (str): a function body, or the whole function
+    again, which leaves the prompt's imports and helpers in force."""
     if re.match(r"\n*(    |\t)\s*[^\s`]", text):    # a body: up to what stands at the margin
         return "\n".join(itertools.takewhile(lambda line: not line.strip() or line[0] in " \t",
                                              text.split("\n")))
@@ -202,9 +204,10 @@ def grade_mini(docs, texts):
 
 
 class Benchmark(NamedTuple):
-    """prompt: doc -> str; shot: doc -> the answer of a few-shot example; grade; where the data is:
-    hub id, configuration, split, split of the few-shot examples; whether it runs programs. For base
-    models: how many examples, what comes behind an answer, another prompt."""
+    """prompt: doc -> str; shot: doc -> the answer of a few-shot example; grade; where the
+    data is: hub id, configuration, split, split of the few-shot examples; whether it runs
+    programs. For base models: how many examples, what comes behind an answer, another
+    prompt."""
     prompt: Callable
     shot: Callable
     grade: Callable
@@ -246,12 +249,13 @@ CHECKPOINTS = {"mini": None, "llada": "GSAI-ML/LLaDA-8B-Instruct",
                "llada-1.5": "GSAI-ML/LLaDA-1.5", "dream": "Dream-org/Dream-v0-Instruct-7B",
                "diffucoder": "apple/DiffuCoder-7B-cpGRPO"}
 TAU = {"gsm8k": .6, "math500": .7, "humaneval": .7, "mbpp": .8}     # WINO's tau_1; elsewhere .7
-# One token per forward as each checkpoint's authors run it: EVAL.md of ML-GSAI/LLaDA (b7e6c35),
-# eval_instruct/eval.sh of DreamLM/Dream (fac0a7f), README of apple/ml-diffucoder (f735e01; its
-# base model at temperature .2). Without block_length in one block, which LLaDA fills with
-# end-of-text first (so its evaluation postpones it on GSM8K and MATH too, when their blocks are
-# not small). Dream and DiffuCoder take as many steps as tokens too, but on their schedule the
-# first forward commits none and the last one catches up; here each commits one.
+# One token per forward as each checkpoint's authors run it: EVAL.md of ML-GSAI/LLaDA
+# (b7e6c35), eval_instruct/eval.sh of DreamLM/Dream (fac0a7f), README of apple/ml-diffucoder
+# (f735e01; its base model at temperature .2). Without block_length in one block, which LLaDA
+# fills with end-of-text first (so its evaluation postpones it on GSM8K and MATH too, when
+# their blocks are not small). Dream and DiffuCoder take as many steps as tokens too, but on
+# their schedule the first forward commits none and the last one catches up; here each commits
+# one.
 ENTROPY = dict(remasking="entropy", tempered_confidence=True)
 DREAM_LENGTH = dict(mmlu=128, mmlu_letter=128, math500=512, humaneval=768, mbpp=1024)
 OWN = {("llada-base", t): dict(gen_length=1024) for t in ("gsm8k", "math500", "humaneval", "mbpp")
@@ -274,12 +278,12 @@ DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion", "wino", "saber", "cov
 def settings(decoder, benchmark, gen_length=None, model="llada"):
     """Keywords of DlmSpecLM (model_args) for a decoder on a benchmark, as its paper runs it.
 
-    decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm", threshold
-    .9, dual cache, blocks of 32; "dual_diffusion", the same drafter, KL rule; "wino", "cover",
-    thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512 in the fast decoders'
-    papers; by default 256, or for "own" what OWN names. model: of CHECKPOINTS; matters for "own".
-    The fast decoders' papers leave end-of-text alone; what DualDiffusion's and COVER's leave open
-    is set by us. ValueError on an unknown name.
+    decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm",
+    threshold .9, dual cache, blocks of 32; "dual_diffusion", the same drafter, KL rule;
+    "wino", "cover", thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512
+    in the fast decoders' papers; by default 256, or for "own" what OWN names. model: of
+    CHECKPOINTS; matters for "own". The fast decoders' papers leave end-of-text alone; what
+    DualDiffusion's and COVER's leave open is set by us. ValueError on an unknown name.
     """
     if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
         raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "
@@ -314,9 +318,9 @@ def write_json(docs, path):
 def task(benchmark, data=None, shuffle=False, base=False, **dataset_kwargs):
     """A task of lm-evaluation-harness (dict) with the metric `acc`.
 
-    data: a JSON-lines file to read instead of the hub's data set. shuffle: in a fixed order, so
-    that a `limit` is a random sample. base: for a base model, whose text ends where it goes on with
-    a next problem. dataset_kwargs: for datasets.load_dataset.
+    data: a JSON-lines file to read instead of the hub's data set. shuffle: in a fixed order,
+    so that a `limit` is a random sample. base: for a base model, whose text ends where it
+    goes on with a next problem. dataset_kwargs: for datasets.load_dataset.
     """
     b = BENCHMARKS[benchmark]
     if data is not None:
@@ -337,11 +341,11 @@ def task(benchmark, data=None, shuffle=False, base=False, **dataset_kwargs):
 def run(lm, benchmark, data=None, n=None, num_fewshot=None, base=False, **dataset_kwargs):
     """Decode and grade `n` problems (a fixed random sample; None: all) through the harness.
 
-    lm: a DlmSpecLM. base: it is no chat model: no chat template, and by default some examples, from
-    the data set's own split for them (MMLU's are of all subjects; MATH-500 and HumanEval have
-    none). Programs that it writes are run. Returns a dict: n, right, accuracy, interval
-    (95 % Wilson), marks, docs, texts, and means per problem of this process: nfe, positions,
-    tokens_per_forward, seconds. With several processes None on all but the first.
+    lm: a DlmSpecLM. base: it is no chat model: no chat template, and by default some
+    examples, from the data set's own split for them (MMLU's are of all subjects; MATH-500 and
+    HumanEval have none). Programs that it writes are run. Returns a dict: n, right, accuracy,
+    interval (95 % Wilson), marks, docs, texts, and means per problem of this process: nfe,
+    positions, tokens_per_forward, seconds. With several processes None on all but the first.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

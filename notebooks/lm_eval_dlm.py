@@ -8,11 +8,9 @@
     accelerate launch notebooks/lm_eval_dlm.py ...                # a copy of the model per GPU
     torchrun --nproc-per-node 4 notebooks/lm_eval_dlm.py ... tp_plan=auto     # one on 4 GPUs
 
-Every keyword of the sampler can stand in `model_args`; a name that nothing takes is a ValueError.
-Needs `pip install lm-eval` (and `accelerate` for several GPUs or `device_map`).
+Every keyword of the sampler can stand in `model_args`; a name that nothing takes is a
+ValueError. Needs `pip install lm-eval` (and `accelerate` for several GPUs or `device_map`).
 """
-import functools
-import inspect
 import os
 import sys
 import time
@@ -20,7 +18,9 @@ import warnings
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+import command_line
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
@@ -31,26 +31,28 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 import dlm_spec
 
-# Keywords for load_denoiser, or through it for from_pretrained; the first ones place the weights.
+# Keywords for load_denoiser, or through it for from_pretrained; the first ones place the
+# weights.
 PLACING = ("device_map", "quantization_config", "tp_plan")
 LOADING = (*PLACING, "device", "dtype", "mask_id", "shift", "revision", "cache_dir", "token",
            "subfolder", "local_files_only", "max_memory", "offload_folder", "tp_size")
-OURS = {"denoiser", "prompt", "attention_mask", "gen_length", "temperature", "logits_processor",
-        "generator", "callback", "history", "streamer"}     # set here, or per request
+SET_HERE = {"attention_mask", "gen_length", "temperature", "logits_processor", "generator",
+            "callback", "history"}      # by this adapter, or by each request
 COSTS = ("nfe", "positions", "tokens_per_forward")
 
 
 def warpers(temperature, top_k=None, top_p=None):
     """A LogitsProcessorList, or None, that drops what top_k, then top_p of softmax(logits /
-    temperature) leave out (transformers' order; Dream has top_p first) and keeps the other logits
-    as they are: the sampler itself divides by the temperature. At 0 nothing is dropped."""
+    temperature) leave out (transformers' order; Dream has top_p first) and keeps the other
+    logits as they are: the sampler itself divides by the temperature. At 0 nothing is
+    dropped."""
     def nucleus(x, logits):
         dropped = TopPLogitsWarper(top_p)(x, logits.float() / temperature).isneginf()
         return logits.masked_fill(dropped, -torch.inf)
 
-    some = [] if top_k is None else [TopKLogitsWarper(top_k)]
-    some += [] if top_p is None else [nucleus]
-    return LogitsProcessorList(some) if some and temperature else None
+    processors = [] if top_k is None else [TopKLogitsWarper(top_k)]
+    processors += [] if top_p is None else [nucleus]
+    return LogitsProcessorList(processors) if processors and temperature else None
 
 
 def load(name, **loading):
@@ -65,23 +67,16 @@ def load(name, **loading):
 def sampler_and_knobs(name, given):
     """A `sample_*` function of dlm_spec and the keywords to call it with.
 
-    name: of dlm_spec.SAMPLERS, e.g. "cover". given: a dict of its knobs; `verify` is a rule's name
-    ("kl", "trust", "confidence"), which takes `tau`, `of` and `stochastic` from the dict as well;
-    `drafter` a checkpoint. Raises ValueError for anything that this sampler does not take.
+    name: of dlm_spec.SAMPLERS, e.g. "cover". given: a dict of its knobs, in which rules and
+    views are named (`verify=kl,tau=.5,view=cover`, see command_line.named_knobs); `drafter` is a
+    checkpoint. Raises ValueError for anything that this sampler does not take.
     """
     if name not in dlm_spec.SAMPLERS:
         raise ValueError(f"sampler is {name!r}, expected one of {', '.join(dlm_spec.SAMPLERS)}")
-    sampler, knobs = dlm_spec.SAMPLERS[name], dict(given)
-    takes = {*inspect.signature(sampler).parameters} - OURS
-    if isinstance(rule := knobs.get("verify", "confidence"), str) and "verify" in takes:
-        if rule not in dlm_spec.VERIFIERS:
-            raise ValueError(f"verify is {rule!r}, expected one of {', '.join(dlm_spec.VERIFIERS)}")
-        rule = dlm_spec.VERIFIERS[rule]
-        options = {"tau", "of", "stochastic"} & {*inspect.signature(rule).parameters} & {*knobs}
-        knobs["verify"] = functools.partial(rule, **{k: knobs.pop(k) for k in options})
-    if extra := knobs.keys() - takes:
-        raise ValueError(f"model_args has {', '.join(sorted(extra))}, which sampler={name} does "
-                         f"not take; it takes {', '.join(sorted(takes))}")
+    sampler = dlm_spec.SAMPLERS[name]
+    if set_here := SET_HERE & given.keys():
+        raise ValueError(f"model_args has {', '.join(sorted(set_here))}, which the harness sets")
+    knobs = command_line.named_knobs(sampler, given)
     if isinstance(knobs.get("drafter"), str):
         knobs["drafter"] = load(knobs["drafter"])
     return sampler, knobs
@@ -97,16 +92,17 @@ class DlmSpecLM(TemplateLM):
         gen_length: G, the tokens of the canvas; default: the task's max_gen_toks, else 256.
         temperature, top_p, top_k: default: what the task asks for, greedy unless do_sample.
         batch_size: prompts per call of the sampler, and rows per forward of the likelihood.
-        n_samples: Monte-Carlo samples of a likelihood. check_greedy: whether loglikelihood also
-            decodes the answer greedily, for its second result (else False).
+        n_samples: Monte-Carlo samples of a likelihood. check_greedy: whether loglikelihood
+            also decodes the answer greedily, for its second result (else False).
         seed: of request i: seed + i with a temperature; of every likelihood: seed, so that the
             options of a question are compared under the same masks.
-    After a run `costs` holds, per generated text, a dict with nfe, positions, tokens_per_forward.
+    After a run `costs` holds, per generated text, a dict with nfe, positions,
+    tokens_per_forward.
     """
 
     def __init__(self, pretrained=None, sampler="llada", *, gen_length=None, temperature=None,
-                 top_p=None, top_k=None, batch_size=1, n_samples=128, check_greedy=True, seed=0,
-                 max_batch_size=None, **knobs):
+                 top_p=None, top_k=None, batch_size=1, n_samples=128, check_greedy=True,
+                 seed=0, max_batch_size=None, **knobs):
         super().__init__()
         loading = {k: knobs.pop(k) for k in LOADING if k in knobs}
         if not str(batch_size).isdigit() or int(batch_size) < 1:
@@ -119,13 +115,19 @@ class DlmSpecLM(TemplateLM):
         self.batch_size, self.seed = int(batch_size), seed
         self.n_samples, self.check_greedy = n_samples, check_greedy
         self.costs, self.seconds, self.accelerator = [], 0.0, None
-        self.about = {"sampler": sampler, **{k: str(v) for k, v in knobs.items()}, **self.asked}
+        self.about = {
+            "sampler": sampler,
+            **{k: str(v) for k, v in knobs.items()},
+            **self.asked,
+        }
         if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not loading.get("tp_plan"):
             loading["device"] = self._share(loading.get("device_map"))
         if not isinstance(pretrained, dlm_spec.Denoiser):
             pretrained = load(pretrained, **loading)
         elif loading and self.accelerator is None:
-            raise ValueError(f"{', '.join(loading)} cannot change a model that is loaded already")
+            raise ValueError(
+                f"{', '.join(loading)} cannot change a model that is loaded already"
+            )
         self.denoiser = pretrained
         self.tokenizer, self._device = self.denoiser.tokenizer, self.denoiser.device
         self.max_length = getattr(getattr(self.denoiser.model, "config", None),
@@ -136,8 +138,10 @@ class DlmSpecLM(TemplateLM):
         requests rank, rank + world_size, ... and gathers the results on rank 0. Returns the
         device of this process."""
         if device_map is not None:
-            raise ValueError(f"device_map spreads one model, but {os.environ['WORLD_SIZE']} "
-                             "processes were started, each for a whole one: drop one of the two")
+            raise ValueError(
+                f"device_map spreads one model, but {os.environ['WORLD_SIZE']} "
+                "processes were started, each for a whole one: drop one of the two"
+            )
         from accelerate import Accelerator
         self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self._rank, self._world_size = (self.accelerator.process_index,
@@ -155,10 +159,10 @@ class DlmSpecLM(TemplateLM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string, additional_config=None):
-        """The same for "pretrained=...,sampler=..."."""
+        """create_from_arg_obj for a str like "pretrained=...,sampler=..."."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
-    # The harness's collectives; called with several processes only.
+    # How the harness exchanges results; called with several processes only.
     def all_gather(self, tensor):
         """(world_size,) of one number per process."""
         return self.accelerator.gather(tensor)
@@ -191,19 +195,21 @@ class DlmSpecLM(TemplateLM):
 
     @property
     def prefix_token_id(self):
-        """What stands before a text without a context: BOS, else the end of the text before."""
+        """What stands before a text without a context: BOS, else the end of the text
+        before."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     def get_model_info(self):
-        """What the results file says of this run, means per generated text (of this process)."""
+        """What the results file says of this run, means per generated text (of this
+        process)."""
         n = max(len(self.costs), 1)
         means = {k: sum(c[k] for c in self.costs) / n for k in COSTS}
         return {**self.about, **means, "seconds": self.seconds / n}
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        """Ids of a text, a list of int. By default a text that begins with the tokenizer's BOS,
-        as a chat template's may, gets no second one."""
+        """Ids of a text, a list of int. By default a text that begins with the tokenizer's
+        BOS, as a chat template's may, gets no second one."""
         bos = self.tokenizer.bos_token
         special = not (bos and string.startswith(bos))
         ids = self.tokenizer(string, add_special_tokens=special if add_special_tokens is None
@@ -213,26 +219,26 @@ class DlmSpecLM(TemplateLM):
         return ids
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Texts for requests with args (prompt, gen_kwargs), a list of str, cut before the first
-        of `until`. The canvas is filled whole before it is cut. ValueError for gen_kwargs that
-        are not understood."""
+        """Texts for requests with args (prompt, gen_kwargs), a list of str, cut before the
+        first of `until`. The canvas is filled whole before it is cut. ValueError for
+        gen_kwargs that are not understood."""
         groups, texts = defaultdict(list), [None] * len(requests)
-        for i, request in enumerate(requests):      # one canvas length and temperature per batch
+        for i, request in enumerate(requests):  # one canvas length and temperature per batch
             until, settings = generation(request.args[1], self.asked)
             ids = self.cut(self.tok_encode(request.args[0]), self.max_length - settings[0])
             groups[settings].append((len(ids), i, ids, until))
         bar = self._bar(disable_tqdm, total=len(requests), desc="decoding")
         for settings, jobs in groups.items():
-            jobs.sort(key=lambda job: -job[0])      # little padding; what is too long fails first
+            jobs.sort(key=lambda job: -job[0])  # little padding; what is too long fails first
             for at in range(0, len(jobs), self.batch_size):
-                some = jobs[at : at + self.batch_size]
-                found = self._decode([ids for _, _, ids, _ in some], settings,
-                                     [i for _, i, _, _ in some])
-                for (_, i, _, until), text in zip(some, found):
+                batch = jobs[at : at + self.batch_size]
+                decoded = self._decode([ids for _, _, ids, _ in batch], settings,
+                                       [i for _, i, _, _ in batch])
+                for (_, i, _, until), text in zip(batch, decoded):
                     texts[i] = text[:min((text.find(s) for s in until if s and s in text),
                                          default=len(text))]
                     self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
-                bar.update(len(some))
+                bar.update(len(batch))
         bar.close()
         return texts
 
@@ -241,8 +247,8 @@ class DlmSpecLM(TemplateLM):
         seeds = [self.seed + i * self.world_size + self.rank for i in which]
         start = time.perf_counter()
         out = self.sampler(
-            self.denoiser, prompts, gen_length=gen_length, temperature=temperature, **self.knobs,
-            logits_processor=warpers(temperature, *top),
+            self.denoiser, prompts, gen_length=gen_length, temperature=temperature,
+            **self.knobs, logits_processor=warpers(temperature, *top),
             generator=[torch.Generator().manual_seed(s) for s in seeds])
         texts = self.denoiser.decode(out.generated)
         self.seconds += time.perf_counter() - start
@@ -268,8 +274,8 @@ class DlmSpecLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """For requests with args (text,): the bound of log p(text) in nats, a list of float. A
-        text beyond the model's length is cut by the chain rule: pieces of half that length, each
-        given the one before it, which is still a lower bound under the model."""
+        text beyond the model's length is cut by the chain rule: pieces of half that length,
+        each given the one before it, which is still a lower bound under the model."""
         results, half = [], self.max_length // 2
         for request in self._bar(disable_tqdm, requests, desc="likelihood"):
             ids = [self.prefix_token_id] + self.tok_encode(request.args[0], False)
@@ -288,21 +294,25 @@ class DlmSpecLM(TemplateLM):
             generator=torch.Generator().manual_seed(self.seed)))
 
     def _bar(self, quiet, *args, **kw):
-        """One progress bar for all processes; TQDM_DISABLE=1 in the environment hides it too."""
+        """One progress bar for all processes; TQDM_DISABLE=1 in the environment hides it
+        too."""
         return tqdm(*args, **kw, **({"disable": True} if quiet or self.rank > 0 else {}))
 
     def cut(self, ids, room):
         """The last `room` ids, with a warning when there are more."""
         if len(ids) > room:
-            warnings.warn(f"a prompt of {len(ids)} tokens was cut to its last {room}", stacklevel=2)
+            warnings.warn(
+                f"a prompt of {len(ids)} tokens was cut to its last {room}", stacklevel=2
+            )
         return ids[-room:]
 
 
 def generation(gen_kwargs, asked):
-    """A request's gen_kwargs -> until (a list of str), (gen_length, temperature, top_k, top_p).
+    """A request's gen_kwargs -> until (a list of str), (gen_length, temperature, top_k,
+    top_p).
 
-    `asked`, from model_args, goes first. Without do_sample the decoding is greedy, whatever the
-    request's temperature. Raises ValueError on a keyword that would be ignored.
+    `asked`, from model_args, goes first. Without do_sample the decoding is greedy, whatever
+    the request's temperature. Raises ValueError on a keyword that would be ignored.
     """
     given = dict(gen_kwargs)
     until = given.pop("until", None) or []

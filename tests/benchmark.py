@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What a step costs: every figure a median of ratios of two runs side by side, so that a slow or
-shared machine changes both sides alike.
+"""What a step costs: every figure a median of ratios of two runs side by side, so that a slow
+or shared machine changes both sides alike.
 
     python tests/benchmark.py                            # medium shape on a CPU
     python tests/benchmark.py --shape llada-8b --device cuda --dtype bfloat16 --json out.json
@@ -8,15 +8,17 @@ shared machine changes both sides alike.
     overhead   a sampler's wall time / that of its own forwards alone, run bare: same canvases,
                same positions, same keys and values
     kinds      one forward of each kind / a plain full forward
-    compiled   a forward with compiled layers (CUDA graphs; torch.compile on a CPU) / one without,
-               kind by kind
-    roofline   seconds of a full forward of 512 positions / those of its operations at the rate of a
-               large square product, or of reading all weights at that of a large copy, whichever
-               is more; and of a window of 32, bare and compiled / reading the weights
+    compiled   a forward with faster layers (CUDA graphs; torch.compile on a CPU) / one
+               without, kind by kind
+    roofline   seconds of a full forward of 512 positions / those of its operations at the rate
+               of a large square product, or of reading all weights at that of a large copy,
+               whichever is more; and of a window of 32, bare and compiled / reading the
+               weights
     head       token and confidence of 32 of 128 positions at V = 126,464, and of all of them,
                against softmax of the whole (B, L, V) in float64: seconds and peak of memory
-    scaling    a COVER step, all that its loop does included, / a plain forward, over L, B and V
-    speed      tokens per second / those of one token per forward, embedded model, chosen settings
+    scaling    a COVER step, all that its loop does included, / a plain forward, over L, B, V
+    speed      tokens per second / those of one token per forward: embedded model, chosen
+               settings
     batch      rows per second in a batch of 8 / one by one, embedded model
 """
 import argparse
@@ -32,12 +34,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "notebooks" / "mini")]
+sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "notebooks" / "mini")]
+import cuda_graphs
 import experiments
 import tasks
+from command_line import named_knobs
 
 import dlm_spec
-from dlm_spec import Denoiser, KVCache
+from dlm_spec import Denoiser, DualView, KVCache, shadowed, windowed
 
 SHAPES = {      # d, layers, heads, intermediate, vocabulary
     "mini": (192, 7, 4, 512, 512), "medium": (768, 12, 12, 2048, 8192),
@@ -47,7 +51,8 @@ SAMPLERS = {    # label: sampler, knobs
     "fast_dllm, prefix": ("fast_dllm", dict(cache="prefix")),
     "fast_dllm, dual": ("fast_dllm", dict(cache="dual")), "dkv": ("dkv", {}),
     "dual_diffusion": ("dual_diffusion", dict(threshold=0.5)), "wino": ("wino", {}),
-    "saber": ("saber", {}), "cover": ("cover", {}), "cover, dual": ("cover", dict(cache="dual"))}
+    "saber": ("saber", {}), "cover": ("cover", {}),
+    "cover, dual": ("cover", dict(cache="dual"))}
 
 
 def build(shape, device, dtype, V=None):
@@ -82,7 +87,7 @@ def seconds(f, device):
 
 
 def ratio(a, b, device, repeats):
-    """Median of seconds of a() / seconds of b(), in turns, a first and b first, after a warm-up."""
+    """Median of seconds of a() / seconds of b(), after a warm-up; a and b take turns."""
     found = []
     for i in range(repeats + 1):
         times = {j: seconds((a, b)[j], device) for j in ((0, 1) if i % 2 else (1, 0))}
@@ -91,36 +96,36 @@ def ratio(a, b, device, repeats):
 
 
 def overhead(denoiser, label, prompt, G, repeats):
-    """A decode against its forwards alone: each is run once more, bare, right after itself (a
-    forward stores the same keys and values twice), and the decode's time is what is left."""
+    """A decode against its forwards alone: each is run once more, bare, right after itself (it
+    stores the same keys and values twice), and the decode's time is what is left."""
     name, knobs = SAMPLERS[label]
-    inner, begin, device, bare, found = (Denoiser._forward, KVCache.begin, denoiser.device, [], [])
+    inner, device, bare, found = Denoiser.forward, denoiser.device, [], []
 
-    def twice(self, x, row, column, mask, position_ids, kv):
-        def forward():
-            return inner(self, x, row, column, mask, position_ids, kv)
-
-        logits = forward()
-        if kv is not None:
-            begin(kv, *kv.last[0], **kv.last[1])
-        bare.append(seconds(forward, device))
+    def twice(self, *inputs):
+        view = next((t for t in inputs if isinstance(t, DualView)), None)
+        before = view and view.attention        # a forward adds its attention maps to these
+        logits = inner(self, *inputs)
+        after = view and view.attention
+        if view:
+            view.attention = before
+        self.ban = lambda logits: logits        # what the module does with them is not bare
+        bare.append(seconds(lambda: inner(self, *inputs), device))
+        del self.ban
+        if view:
+            view.attention = after
         return logits
-
-    def remember(self, *a, **k):
-        self.last = (a, k)
-        return begin(self, *a, **k)
 
     def decode():
         dlm_spec.SAMPLERS[name](denoiser, prompt, gen_length=G, block_length=32, **knobs)
 
-    Denoiser._forward, KVCache.begin = twice, remember
+    Denoiser.forward = twice
     try:
         for _ in range(repeats):
             bare.clear()
             whole = seconds(decode, device)
             found.append(whole / sum(bare) - 1)
     finally:
-        Denoiser._forward, KVCache.begin = inner, begin
+        Denoiser.forward = inner
     return dict(ratio=statistics.median(found), forwards=len(bare))
 
 
@@ -131,31 +136,34 @@ def forms(denoiser, L, B):
     column = torch.arange(L, device=device).expand(B, L)
     block = (column >= L // 2) & (column < L // 2 + 32)
     x = x.masked_fill(block & (column % 2 == 0), denoiser.mask_id)
-    layers = denoiser.model.config.num_hidden_layers
-    kv = KVCache((layers // 2, layers - 1))
-    denoiser(x, block, kv=kv)
+    kv, probes = KVCache(x), dlm_spec.columns_of(block)
+    windowed(denoiser, x, block, kv=kv)
 
-    def plain():
-        denoiser(x, block)
+    def window(columns):
+        return lambda: windowed(denoiser, x, block, kv=kv, window=columns)
 
-    def seeds(n):
+    def some(n):
         at = (L // 2 + 1 + 2 * torch.arange(n, device=device)).expand(B, n)
         return torch.zeros_like(block).scatter(1, at, True)
 
+    def shadow(tokens):
+        return lambda: shadowed(denoiser, x, block, checked=tokens)
+
+    def dual_view(n, probe=None):
+        return lambda: windowed(denoiser, x, block,
+                                kv=DualView(denoiser, x, None, kv, some(n), probe))
+
     return {
-        "plain": plain,
-        "full, storing": lambda: denoiser(x, block, kv=kv),
-        "prefix window": lambda: denoiser(x, block, kv=kv, window=column >= L // 2),
-        "delayed, 64 positions": lambda: denoiser(x, block, kv=kv,
-                                                  window=block | (column >= L - 32)),
-        "dual window of 32": lambda: denoiser(x, block, kv=kv, window=block),
-        "shadow block of 32": lambda: denoiser.leave_one_out(x, block, block),
-        "shadow of 8 tokens": lambda: denoiser.leave_one_out(x, block, seeds(8)),
-        "probe layers": lambda: denoiser(x, block, kv=kv, probe=block),
-        **{f"dual view, {n} seeds": lambda n=n: denoiser(x, block, kv=kv, seeds=seeds(n))
-           for n in (0, 4, 8, 16)},
-        "dual view, 8 seeds, probes": lambda: denoiser(x, block, kv=kv, seeds=seeds(8),
-                                                       probe=block),
+        "plain": lambda: denoiser(x, block),
+        "full, storing": window(None),
+        "prefix window": window(column >= L // 2),
+        "delayed, 64 positions": window(block | (column >= L - 32)),
+        "dual window of 32": window(block),
+        "shadow block of 32": shadow(block),
+        "shadow of 8 tokens": shadow(some(8)),
+        "probe layers": dual_view(0, probes),
+        **{f"dual view, {n} seeds": dual_view(n) for n in (0, 4, 8, 16)},
+        "dual view, 8 seeds, probes": dual_view(8, probes),
     }
 
 
@@ -165,10 +173,20 @@ def kinds(denoiser, L, B, repeats):
     return {k: ratio(f, found["plain"], denoiser.device, repeats) for k, f in found.items()}
 
 
+def make_faster(denoiser):
+    """The layers of a model as CUDA graphs, on a CPU by torch.compile: each kind of forward is
+    compiled when it first comes, for all sizes at once. Returns the denoiser."""
+    if denoiser.device.type == "cuda":
+        return cuda_graphs.capture_layers(denoiser)
+    limit = torch._dynamo.config.recompile_limit        # 8: fewer than there are kinds
+    torch._dynamo.config.recompile_limit = max(limit, 64)
+    denoiser.model.base_model.compile(dynamic=True)     # the head runs on other rows each time
+    return denoiser
+
+
 def compiled(denoiser, shape, L, B, repeats):
-    """Some kinds of forwards with compiled layers against the same without."""
-    fast = build(shape, denoiser.device, next(denoiser.model.parameters()).dtype)
-    fast.compile()
+    """Some kinds of forwards with faster layers against the same without."""
+    fast = make_faster(build(shape, denoiser.device, next(denoiser.model.parameters()).dtype))
     pairs = zip(forms(fast, L, B).items(), forms(denoiser, L, B).values())
     return {name: ratio(f, g, denoiser.device, repeats) for (name, f), g in pairs
             if name in ("plain", "dual window of 32", "dual view, 8 seeds")}
@@ -178,26 +196,27 @@ def roofline(denoiser, shape, repeats, L=512, asked=32):
     """A full forward and a window against what the device could do."""
     device, weights = denoiser.device, [*denoiser.model.base_model.layers.parameters(),
                                         *denoiser.model.lm_head.parameters()]
-    dtype, c, few = weights[0].dtype, denoiser.model.config, range(repeats)
+    dtype, c = weights[0].dtype, denoiser.model.config
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device, dtype=dtype)
     big = torch.empty(2 ** 28 if device.type == "cuda" else 2 ** 26, device=device)
-    per_s = 2 * n ** 3 / min(seconds(lambda: a @ a, device) for _ in few)
-    bytes_per_s = 8 * big.numel() / min(seconds(lambda: big.clone(), device) for _ in few)
+    per_s = 2 * n ** 3 / min(seconds(lambda: a @ a, device) for _ in range(repeats))
+    copy = min(seconds(lambda: big.clone(), device) for _ in range(repeats))
+    bytes_per_s = 8 * big.numel() / copy
     read = sum(w.numel() * w.element_size() for w in weights) / bytes_per_s
     layers = sum(w.numel() for w in denoiser.model.base_model.layers.parameters())
     operations = (2 * L * layers + 4 * L * L * c.hidden_size * c.num_hidden_layers
                   + 2 * asked * c.hidden_size * c.vocab_size)
-    fast = build(shape, device, dtype)
-    fast.compile()
+    fast = make_faster(build(shape, device, dtype))
 
     def median(f):
         f(), f(), f()
-        return statistics.median(seconds(f, device) for _ in few)
+        return statistics.median(seconds(f, device) for _ in range(repeats))
 
     plain, window = (forms(denoiser, L, 1)[k] for k in ("plain", "dual window of 32"))
     return dict(tera_per_s=per_s / 1e12, gb_per_s=bytes_per_s / 1e9,
-                full=median(plain) / max(operations / per_s, read), window=median(window) / read,
+                full=median(plain) / max(operations / per_s, read),
+                window=median(window) / read,
                 window_compiled=median(forms(fast, L, 1)["dual window of 32"]) / read)
 
 
@@ -219,22 +238,26 @@ def peak(f, device):
 
 
 def head(device, repeats, B=1, L=128, V=126_464, asked=32):
-    """Token and confidence of the asked rows (and of all), against the whole canvas in float64."""
+    """Token and confidence of the asked rows, and of all, against the whole in float64."""
     g = torch.Generator(device).manual_seed(0)
     logits = torch.randn(B, L, V, generator=g, device=device)
-    few, every = logits[:, -asked:].flatten(0, 1), logits.flatten(0, 1)
+    some, every = logits[:, -asked:].flatten(0, 1), logits.flatten(0, 1)
 
     def textbook():
         p = logits.to(torch.float64).softmax(-1)
         x0 = logits.argmax(-1)
         return x0, p.gather(-1, x0[..., None])
 
-    def ours():
-        return dlm_spec.predict(few)
+    def asked_rows():
+        return dlm_spec.predict(some)
 
-    return dict(faster=ratio(textbook, ours, device, repeats),
-                faster_same_rows=ratio(textbook, lambda: dlm_spec.predict(every), device, repeats),
-                mib=peak(ours, device) / 2 ** 20, mib_textbook=peak(textbook, device) / 2 ** 20)
+    def all_rows():
+        return dlm_spec.predict(every)
+
+    return dict(faster=ratio(textbook, asked_rows, device, repeats),
+                faster_same_rows=ratio(textbook, all_rows, device, repeats),
+                mib=peak(asked_rows, device) / 2 ** 20,
+                mib_textbook=peak(textbook, device) / 2 ** 20)
 
 
 class Enough(Exception):
@@ -258,17 +281,18 @@ def cover_step(denoiser, L, B, repeats, G=64):
                 raise Enough
 
         with contextlib.suppress(Enough):
-            dlm_spec.sample_cover(denoiser, prompt, gen_length=G, block_length=G, seed_share=1.0,
-                                  callback=clock)
+            dlm_spec.sample_cover(denoiser, prompt, gen_length=G, block_length=G,
+                                  seed_share=1.0, callback=clock)
         found.append((plain, (times[3] - times[1]) / 2 / plain))
     plain, step = map(statistics.median, zip(*found))
     return dict(seconds=plain, step=step)
 
 
 def scaling(denoiser, shape, repeats):
-    """A COVER step and a plain forward over L, B and V: seconds of the latter, and their ratio."""
-    found = {"L": {L: cover_step(denoiser, L, 1, repeats) for L in (256, 512, 1024, 2048, 4096)},
-             "B": {B: cover_step(denoiser, 128, B, repeats) for B in (1, 2, 4, 8, 16, 32)}, "V": {}}
+    """A COVER step and a plain forward over L, B and V: seconds of this, and the ratio."""
+    lengths, batches = (256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16, 32)
+    found = {"L": {L: cover_step(denoiser, L, 1, repeats) for L in lengths},
+             "B": {B: cover_step(denoiser, 128, B, repeats) for B in batches}, "V": {}}
     dtype = next(denoiser.model.parameters()).dtype
     for V in (8192, 32768, 126464):
         found["V"][V] = cover_step(build(shape, denoiser.device, dtype, V), 256, 1, repeats)
@@ -278,13 +302,15 @@ def scaling(denoiser, shape, repeats):
 def speed(device, repeats, n=8, G=64):
     """Tokens per second of a batch of MiniMath problems, against one token per forward."""
     denoiser = dlm_spec.load_denoiser(device=device, dtype=torch.float32)
-    prompts, mask = denoiser.encode([p.prompt for p in tasks.problems("math", "validation", n)])
+    problems = tasks.problems("math", "validation", n)
+    prompts, mask = denoiser.encode([p.prompt for p in problems])
     found = [[] for _ in experiments.CHOSEN]
     for _ in range(repeats + 1):
         for (name, knobs), rates in zip(experiments.CHOSEN, found):
             start = now(device)
-            out = dlm_spec.SAMPLERS[name](denoiser, prompts, attention_mask=mask,
-                                          **{"gen_length": G, "block_length": G} | knobs)
+            sampler = dlm_spec.SAMPLERS[name]
+            out = sampler(denoiser, prompts, attention_mask=mask, gen_length=G,
+                          **named_knobs(sampler, {"block_length": G} | knobs))
             tokens = float((out.tokens_per_forward * out.nfe).sum())
             rates.append(tokens / (now(device) - start))
     return [dict(sampler=name, knobs=knobs,
@@ -295,7 +321,8 @@ def speed(device, repeats, n=8, G=64):
 def batch(device, repeats, n=8, G=64):
     """Rows per second in a batch of n against one by one."""
     denoiser = dlm_spec.load_denoiser(device=device, dtype=torch.float32)
-    prompts, mask = denoiser.encode([p.prompt for p in tasks.problems("math", "validation", n)])
+    problems = tasks.problems("math", "validation", n)
+    prompts, mask = denoiser.encode([p.prompt for p in problems])
 
     def decode(prompts, mask=None):
         dlm_spec.sample_llada(denoiser, prompts, attention_mask=mask, gen_length=G, steps=16)
@@ -325,24 +352,25 @@ def main(argv=None):
     denoiser = build(args.shape, args.device, getattr(torch, args.dtype))
     prompt = torch.randint(0, denoiser.mask_id, (1, 224), device=denoiser.device)
     denoiser(prompt, prompt >= 0)       # a first forward is slow
-    few = max(args.repeats // 2, 1)
+    fewer = max(args.repeats // 2, 1)
     measure = {
-        "overhead": lambda: {label: overhead(denoiser, label, prompt, 32, few)
+        "overhead": lambda: {label: overhead(denoiser, label, prompt, 32, fewer)
                              for label in SAMPLERS},
         "kinds": lambda: kinds(denoiser, 256, 1, args.repeats),
         "compiled": lambda: compiled(denoiser, args.shape, 256, 1, args.repeats),
         "roofline": lambda: roofline(denoiser, args.shape, args.repeats),
         "head": lambda: head(args.device, args.repeats),
-        "scaling": lambda: scaling(denoiser, args.shape, few),
-        "speed": lambda: speed(args.device, few), "batch": lambda: batch(args.device, few)}
+        "scaling": lambda: scaling(denoiser, args.shape, fewer),
+        "speed": lambda: speed(args.device, fewer), "batch": lambda: batch(args.device, fewer)}
     found = dict(shape=args.shape, dtype=args.dtype, device=args.device.split(":")[0],
-                 threads=torch.get_num_threads(), torch=torch.__version__, repeats=args.repeats)
+                 threads=torch.get_num_threads(), torch=torch.__version__,
+                 repeats=args.repeats)
     print(found)
     for part in args.parts:
         start = time.perf_counter()
         found[part] = measure[part]()
-        print(f"{part} ({time.perf_counter() - start:.0f} s): {json.dumps(found[part], indent=1)}",
-              flush=True)
+        print(f"{part} ({time.perf_counter() - start:.0f} s): "
+              f"{json.dumps(found[part], indent=1)}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
 

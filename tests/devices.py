@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""A CUDA device that is none: tensors on the CPU that say they are on it and refuse to meet others.
+"""A CUDA device that is none: tensors on the CPU that say they are on it and refuse to meet
+others.
 
     with FakeCuda() as cuda:
         denoiser = Denoiser(cuda.move(model), ...)
         sample_llada(denoiser, ...)         # RuntimeError where a tensor was made on the CPU
 
-As on a device, a call may mix in CPU tensors of no dimensions, as numbers, and no others; a random
-generator has to live where its numbers do.
+As on a device, a call may mix in CPU tensors of no dimensions, as numbers, and no others; a
+random generator has to live where its numbers do.
 """
 import torch
 from torch.overrides import TorchFunctionMode

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Every sampler on a LLaDA-8B-shaped model with random weights on a CUDA device, in bf16.
 
-    python tests/gpu_check.py --json gpu.json        # minutes; says so and ends where there is none
-    python tests/gpu_check.py --compile                     # and some of them by CUDA graphs
-    python tests/gpu_check.py --device cpu --shape mini --gen-length 8      # every line, anywhere
+    python tests/gpu_check.py --json gpu.json       # minutes; without a device it says so
+    python tests/gpu_check.py --compile             # and some of them by CUDA graphs
+    python tests/gpu_check.py --device cpu --shape mini --gen-length 8  # every line, anywhere
 
-Checks that nothing is masked or NaN, that COVER's dual view agrees with its definition, one softmax
-per view, in a layer and in a whole forward; and counts forwards, tokens per second, peak memory,
-and how often a forward makes the host wait, with the lines that do (see waits.py).
+Checks that nothing is masked or NaN, that COVER's dual view agrees with its definition, one
+softmax per view, in a layer and in a whole forward; and counts forwards, tokens per second,
+peak memory, and how often a forward makes the host wait, with the lines that do (waits.py).
 """
 import argparse
 import json
@@ -21,23 +21,26 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "notebooks")]
 import benchmark
+from command_line import named_knobs
+from cuda_graphs import CudaGraphs
 from waits import waits
 
 import dlm_spec
-from dlm_spec import KVCache, sdpa
+from dlm_spec import Denoiser, DualView, KVCache, sdpa, windowed
 
 
 class ByDefinition:
-    """Stands in for a KVCache and says what the dual view is: everyone sees the stored keys and
+    """Stands in for a KVCache and says what the dual view is: all see the stored keys and
     values k[layer], v[layer] of `seeds` (B, L); a seed sees its own fresh ones. In `dtype`."""
 
     def __init__(self, seeds, k, v, dtype=torch.float32):
         self.seeds, self.k, self.v, self.dtype = seeds, k, v, dtype
 
-    def begin(self, *_, **__):
-        """Nothing to remember."""
+    def begin(self, rows, columns, tokens):
+        """Nothing to remember; the model is to see the tokens as they are."""
+        return tokens
 
     def attend(self, layer, q, k, v, mask, scaling):
         """See KVCache.attend."""
@@ -56,21 +59,22 @@ class ByDefinition:
 
 
 def layer_error(dtype, device, B=2, H=32, L=512, d=128):
-    """One layer's dual view against the definition in float64, the largest absolute difference.
-    The seeds' stored keys are their own queries, so that uncorrected they would see little else."""
+    """One layer's dual view against its definition in float64, the largest difference.
+    The seeds' stored keys are their own queries: uncorrected they would see little else."""
     g = torch.Generator(device).manual_seed(0)
     q, k, v, old_k, old_v = (torch.randn(B, H, L, d, generator=g, device=device, dtype=dtype)
                              for _ in range(5))
-    seeds = torch.zeros(B, L, dtype=torch.bool, device=device)
+    x = torch.zeros(B, L, dtype=torch.long, device=device)
+    seeds = torch.zeros_like(x, dtype=torch.bool)
     seeds[:, [L // 5, L // 2, L // 2 + 1]] = True
     old_k = torch.where(seeds[:, None, :, None], q, old_k)
-    kv = KVCache()
-    kv.k[0], kv.v[0] = old_k, old_v
-    kv.begin(B, seeds=dlm_spec.dual_view(seeds, torch.zeros_like(seeds).long(),
-                                         torch.ones_like(seeds), False))
-    got = kv.attend(0, q, k, v, None, None)
-    want = ByDefinition(seeds, {0: old_k}, {0: old_v}, torch.float64).attend(0, q.double(), k, v,
-                                                                             None, None)
+    kv = KVCache(x)
+    kv.k[0], kv.v[0], kv.filled = old_k, old_v, True
+    view = DualView(Denoiser(lambda **_: None, 1), x, None, kv, seeds)
+    view.begin(torch.arange(B, device=device), None, x)
+    got = view.attend(0, q, k, v, None, None)
+    definition = ByDefinition(seeds, {0: old_k}, {0: old_v}, torch.float64)
+    want = definition.attend(0, q.double(), k, v, None, None)
     return float((got.double() - want).abs().max())
 
 
@@ -81,15 +85,17 @@ def forward_error(denoiser, L=160):
     x = torch.randint(0, M, (2, L), generator=g).to(denoiser.device)
     visible, column = torch.ones_like(x, dtype=torch.bool), torch.arange(L, device=x.device)
     visible[1, :L // 4] = False                             # the second prompt is shorter
-    kv, masks = KVCache(), (column >= L // 2).expand(2, L)
+    masks = (column >= L // 2).expand(2, L)
     seeds = masks & (column % 9 == 4) & (column < L - 20)
     x = x.masked_fill(masks & ~seeds, M)
-    denoiser(x, masks, visible, kv=kv)                      # stores the seeds' keys and values
+    kv = KVCache(x)
+    windowed(denoiser, x, masks, visible, kv=kv)            # stores the seeds' keys and values
     found = []
-    for seen, stored in ((seeds, (kv.k, kv.v)), (seeds & False, ({}, {}))):
-        want = denoiser(x.masked_fill(seen, M), masks, visible,
-                        kv=ByDefinition(seen, *map(dict, stored)))
-        got = denoiser(x, masks, visible, kv=kv, seeds=seen)
+    for checked, stored in ((seeds, (kv.k, kv.v)), (seeds & False, ({}, {}))):
+        want = windowed(denoiser, x.masked_fill(checked, M), masks, visible,
+                        kv=ByDefinition(checked, *map(dict, stored)))[0]
+        got = windowed(denoiser, x, masks, visible,
+                       kv=DualView(denoiser, x, visible, kv, checked))[0]
         at = got.isfinite()
         found.append(float((got[at] - want[at]).float().abs().mean() / want[at].float().std()))
     return found
@@ -115,13 +121,14 @@ def driver_count(device):
 
 def measure(denoiser, label, name, knobs, lengths, G, count=True):
     """One sampler on prompts of these lengths: a row of the table, a dict, and the tokens.
-    count: the waits, too. (A forward that is watched for them is never torch.compiled.)"""
+    count: count the waits, too. (A forward that is watched for them is never compiled.)"""
     g, device = torch.Generator().manual_seed(1), denoiser.device
     prompts = [torch.randint(0, denoiser.mask_id, (n,), generator=g) for n in lengths]
 
     def decode():
-        return dlm_spec.SAMPLERS[name](denoiser, prompts, gen_length=G, block_length=min(32, G),
-                                       **knobs)
+        sampler = dlm_spec.SAMPLERS[name]
+        return sampler(denoiser, prompts, gen_length=G, block_length=min(32, G),
+                       **named_knobs(sampler, knobs))
 
     found, driver = Counter(), Counter()
     if count:
@@ -145,9 +152,10 @@ def measure(denoiser, label, name, knobs, lengths, G, count=True):
                 forwards_per_s=out.calls / seconds, tokens_per_s=len(lengths) * G / seconds,
                 peak_gib=torch.cuda.max_memory_allocated() / 2 ** 30 if cuda else None,
                 waits_per_forward=found.total() / out.calls if count else None,
-                driver_waits_per_forward=driver["seen"] / out.calls if cuda and count else None,
-                revisions=len(out.revisions),
-                where={f"{line} {op}": n for (line, op), n in found.most_common()}), out.sequences
+                driver_waits_per_forward=(driver["seen"] / out.calls if cuda and count
+                                          else None), revisions=len(out.revisions),
+                where={f"{line} {name}": n for (line, name), n in found.most_common()}
+                ), out.sequences
 
 
 def show(row, width=25):
@@ -165,7 +173,7 @@ def main(argv=None):
     cli.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     cli.add_argument("--gen-length", type=int, default=64)
     cli.add_argument("--compile", action="store_true",
-                     help="compare with compiled layers: CUDA graphs, on a CPU torch.compile")
+                     help="compare with faster layers: CUDA graphs, on a CPU torch.compile")
     cli.add_argument("--json", type=Path)
     args, begun = cli.parse_args(argv), time.perf_counter()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -178,8 +186,9 @@ def main(argv=None):
         c = denoiser.model.config
         layer = layer_error(dtype, args.device, H=c.num_attention_heads, d=c.head_dim)
         seeds, plain = forward_error(denoiser)
-        print(f"{device}, torch {torch.__version__}, {args.shape}, {args.dtype}: dual view off by "
-              f"{layer:.4f} in a layer, {seeds:.1e} of the logits (a plain forward {plain:.1e})")
+        print(f"{device}, torch {torch.__version__}, {args.shape}, {args.dtype}: dual view "
+              f"off by {layer:.4f} in a layer, {seeds:.1e} of the logits (a plain forward "
+              f"{plain:.1e})")
         assert layer < 0.02, layer
         assert seeds < 2 * plain + 1e-5, (seeds, plain)
         rows, tokens, todo = [], {}, [(label, "") for label in benchmark.SAMPLERS]
@@ -188,13 +197,13 @@ def main(argv=None):
         for label, how in todo:
             name, knobs = benchmark.SAMPLERS[label]
             if how and not rows[-1]["sampler"].endswith(how):
-                denoiser.compile()
+                benchmark.make_faster(denoiser)
             for lengths in ([40], [40, 23, 31, 9]):
                 row, x = measure(denoiser, label + how, name, knobs, lengths, args.gen_length,
                                  count=not how)
                 eager = tokens.setdefault((label, len(lengths)), x)
                 row["same_tokens"] = float((x == eager).float().mean())
-                graphs = isinstance(denoiser.model.base_model.forward, dlm_spec.CudaGraphs)
+                graphs = isinstance(denoiser.model.base_model.forward, CudaGraphs)
                 assert row["same_tokens"] == 1 or not graphs, (label, "graphs change tokens")
                 rows.append(row)
                 cells = {k: v for k, v in row.items() if k != "where"}

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""CUDA graphs without a CUDA device: what dlm_spec.capture does, done by recording kernels.
+"""CUDA graphs without a CUDA device: what cuda_graphs.capture does, by recording kernels.
 
 As there, only kernels are kept and no Python: each is run again on the tensors of the capture,
-whatever the objects around them hold by then, and its result goes where it went before. A kernel
-whose result the host would have to see cannot be captured.
+whatever the objects around them hold by then, and its result goes where it went before. A
+kernel whose result the host would have to see cannot be captured.
 """
+from unittest import mock
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.utils import import_utils
 from waits import SHAPES, VALUES, by_mask
 
 
@@ -28,8 +31,9 @@ class Kernels(TorchDispatchMode):
 
 
 def capture(forward, device, pool=None):
-    """Stands in for dlm_spec.capture. The results hold rubbish until the first replay."""
-    with Kernels() as kernels:
+    """Stands in for cuda_graphs.capture. The results hold rubbish until the first replay."""
+    with (mock.patch.object(import_utils, "is_cuda_stream_capturing", lambda: True),
+          Kernels() as kernels):     # transformers asks, and then does not wait for the device
         out = forward()
 
     def tensors(tree):
@@ -38,9 +42,10 @@ def capture(forward, device, pool=None):
     def replay():
         with torch._C.DisableTorchFunction():
             for func, args, kwargs, before in kernels.run:
-                for old, new in zip(tensors(before), tensors(func(*args, **kwargs)), strict=True):
-                    if old.data_ptr() != new.data_ptr():        # else a view, or written in place
-                        old.copy_(new)
+                new = tensors(func(*args, **kwargs))
+                for old, result in zip(tensors(before), new, strict=True):
+                    if old.data_ptr() != result.data_ptr():     # else a view or in place
+                        old.copy_(result)
 
     with torch._C.DisableTorchFunction():
         for func, _, _, before in kernels.run:

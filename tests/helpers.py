@@ -45,13 +45,42 @@ def tiny_llama(layers, seed=0, dtype=torch.float32, vocab=VOCAB, kv_heads=HEADS)
 
 
 def tiny_qwen2(layers, seed=0, dtype=torch.float32, vocab=VOCAB, kv_heads=2):
-    """A random stock Qwen2, with biases on q, k, v and grouped heads (Dream's architecture)."""
+    """A random stock Qwen2, with biases on q, k, v and grouped heads (Dream's
+    architecture)."""
     return _tiny(Qwen2ForCausalLM, Qwen2Config, layers, seed, dtype, vocab, kv_heads)
 
 
 def tiny_qwen3(layers, seed=0, dtype=torch.float32, vocab=VOCAB, kv_heads=2):
     """A random stock Qwen3: q and k are normalised per head."""
     return _tiny(Qwen3ForCausalLM, Qwen3Config, layers, seed, dtype, vocab, kv_heads)
+
+
+def lively(make, layers, seed=0, dtype=torch.float32):
+    """A tiny model sure enough of itself that thresholds let some tokens through, not all."""
+    model = make(layers, seed=seed, dtype=dtype)
+    model.lm_head.weight.data.mul_(2.5)
+    return model
+
+
+def sharp_table(tokens, vocab=VOCAB, logits=9.0, floor=-9.0):
+    """(L, vocab) logits that want tokens[i] at position i. logits: one number, or (L,)."""
+    at = torch.arange(len(tokens))
+    table = torch.full((len(tokens), vocab), floor)
+    table[at, torch.as_tensor(tokens)] = torch.as_tensor(logits).expand(len(tokens))
+    return table
+
+
+def commit_order(out):
+    """Generated positions of the first row by the forward that filled them, [[...], ...]."""
+    steps = out.commit_step[0, out.prompt_length:].tolist()
+    return [[i for i, s in enumerate(steps) if s == n] for n in range(1, max(steps) + 1)]
+
+
+def padded(rows, L, filler=7):
+    """Rows of ids -> (B, L) left-padded ids and mask; padded with an ordinary token,
+    so that seeing it matters."""
+    ids = torch.stack([torch.cat([torch.full((L - len(r),), filler), r]) for r in rows])
+    return ids, torch.stack([torch.arange(L) >= L - len(r) for r in rows])
 
 
 def random_ids(B, L, seed=0, vocab=VOCAB):
@@ -71,7 +100,8 @@ class Table:
     def __init__(self, table):
         self.table, self.calls, self.rows, self.last = table, 0, 0, None
 
-    def __call__(self, input_ids, attention_mask=None, position_ids=None, use_cache=False, **kw):
+    def __call__(self, input_ids, attention_mask=None, position_ids=None, use_cache=False,
+                 **kw):
         self.calls += 1
         self.rows += len(input_ids)
         self.last = dict(input_ids=input_ids, attention_mask=attention_mask,
@@ -90,9 +120,9 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
     Args:
         mask: (B, L) or (B, L, L) bool, True where a query may look.
         stale, fresh: keys and values of an earlier call and the (B, L) bool columns that are
-            recomputed: in every layer the other columns keep their old ones. This is what a K/V
-            cache is meant to do, the slow way. With fresh (B, L, L) each query has keys and values
-            of its own: fresh ones in its row's columns, stale ones elsewhere.
+            recomputed: in every layer the other columns keep their old ones. This is what a
+            K/V cache is meant to do, the slow way. With fresh (B, L, L) each query has keys
+            and values of its own: fresh ones in its row's columns, stale ones elsewhere.
     Returns (B, L, V) logits (meaningless outside `fresh`) and the keys and values,
     a (k, v) per layer, (B, L, H_kv, d).
     """
@@ -103,12 +133,14 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None].expand(B, L, L)
     frequency = 10000. ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    turn = torch.polar(torch.ones(()), position_ids[:, :, None, None] * frequency)  # (B, L, 1, d/2)
+    turn = torch.polar(torch.ones(()),
+                       position_ids[:, :, None, None] * frequency)  # (B, L, 1, d/2)
 
     def norm(y, name):
-        return y / (y.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * w[name + ".weight"]
+        scale = (y.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt()
+        return y / scale * w[name + ".weight"]
 
-    def rope(y):  # channel i and i + d/2 are one complex number, turned by position x frequency
+    def rope(y):    # channels i and i + d/2: a complex number, turned by position x frequency
         y = torch.complex(*y.chunk(2, -1)) * turn
         return torch.cat([y.real, y.imag], -1)
 
@@ -120,7 +152,8 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
             return y @ w[at + name + ".weight"].T + w.get(at + name + ".bias", 0)
 
         a = norm(h, at + "input_layernorm")
-        q, k, v = (linear(a, f"self_attn.{name}_proj").view(B, L, -1, HEAD_DIM) for name in "qkv")
+        q, k, v = (linear(a, f"self_attn.{name}_proj").view(B, L, -1, HEAD_DIM)
+                   for name in "qkv")
         if at + "self_attn.q_norm.weight" in w:
             q, k = norm(q, at + "self_attn.q_norm"), norm(k, at + "self_attn.k_norm")
         q, k = rope(q), rope(k)
@@ -131,7 +164,7 @@ def oracle(model, ids, mask=None, position_ids=None, stale=None, fresh=None):
         kept.append((k, v))
         heads = []
         for i in range(HEADS):
-            g = i * k.shape[2] // HEADS                      # the k, v head that query head i reads
+            g = i * k.shape[2] // HEADS                 # the k, v head that query head i reads
             K, V = k[:, None, :, g], v[:, None, :, g]        # (B, query or 1, column, d)
             if own:
                 K = torch.where(fresh[..., None], K, stale[layer][0][:, None, :, g])

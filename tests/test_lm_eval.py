@@ -1,4 +1,5 @@
-"""The adapter for lm-evaluation-harness: offline, on the embedded model, a handful of problems."""
+"""The adapter for lm-evaluation-harness: offline, on the embedded model, a handful of
+problems."""
 import functools
 import json
 import os
@@ -20,6 +21,7 @@ import lm_eval_dlm
 import tasks
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
 
 QUICK = dict(sampler="fast_dllm", gen_length=48, block_length=48, threshold=.5, batch_size=3)
 
@@ -37,19 +39,40 @@ def prompts_of(lm, problems):
     return [lm.apply_chat_template([{"role": "user", "content": p.prompt}]) for p in problems]
 
 
-@pytest.mark.parametrize("family", tasks.FAMILIES)
-def test_the_harness_gives_our_own_graders_accuracy(denoiser, family, tmp_path):
-    """Same problems, same decoder, once through the harness and once through evaluate.py."""
-    problems = tasks.problems(family, "test", 5, seed=3)
-    lm = lm_eval_dlm.DlmSpecLM(denoiser, **QUICK)
-    found = benchmarks.run(lm, f"mini_{family}", benchmarks.write_json(problems, tmp_path / "p"),
-                           cache_dir=str(tmp_path))
+@pytest.fixture(scope="module")
+def harness(denoiser, tmp_path_factory):
+    """Five problems of MiniMath in a file, and what the harness makes of them with QUICK:
+    (problems, file, result, folder)."""
+    folder = tmp_path_factory.mktemp("harness")
+    problems = tasks.problems("math", "test", 5, seed=3)
+    data = benchmarks.write_json(problems, folder / "problems")
+    found = benchmarks.run(lm_eval_dlm.DlmSpecLM(denoiser, **QUICK), "mini_math", data,
+                           cache_dir=str(folder))
+    return problems, data, found, folder
+
+
+def evaluated(denoiser, problems):
+    """The same problems with the same decoder, without the harness."""
     knobs = {k: v for k, v in QUICK.items() if k not in ("sampler", "batch_size")}
-    want = evaluate.evaluate(denoiser, dlm_spec.sample_fast_dllm, problems, **knobs)
+    return evaluate.evaluate(denoiser, dlm_spec.sample_fast_dllm, problems, **knobs)
+
+
+def test_the_harness_gives_the_accuracy_of_evaluate(denoiser, harness):
+    problems, _, found, _ = harness
+    want = evaluated(denoiser, problems)
     assert found["texts"] == want["texts"] and found["marks"] == want["marks"]
     assert found["accuracy"] == want["accuracy"] and found["interval"] == want["interval"]
     assert found["nfe"] == want["nfe"] and found["tokens_per_forward"] == pytest.approx(
         want["tokens_per_forward"])
+
+
+def test_the_harness_runs_programs_where_evaluate_runs_them(denoiser, tmp_path):
+    problems = tasks.problems("code", "test", 4, seed=3)
+    found = benchmarks.run(lm_eval_dlm.DlmSpecLM(denoiser, **QUICK), "mini_code",
+                           benchmarks.write_json(problems, tmp_path / "p"),
+                           cache_dir=str(tmp_path))
+    want = evaluated(denoiser, problems)
+    assert found["texts"] == want["texts"] and found["marks"] == want["marks"]
 
 
 MINI_MATH = """
@@ -62,15 +85,19 @@ doc_to_text: "{{{{prompt}}}}"
 doc_to_target: "{{{{gold}}}}"
 generation_kwargs: {{until: ["\\n\\n"], do_sample: false, temperature: 0.0}}
 filter_list:
-  - {{name: last, filter: [{{function: regex, group_select: -1, regex_pattern: '####\\s*(-?\\d+)'}},
+  - {{name: last, filter: [{{function: regex, group_select: -1,
+                            regex_pattern: '####\\s*(-?\\d+)'}},
                            {{function: take_first}}]}}
 metric_list: [{{metric: exact_match}}]
 """
 
 
 def test_the_command_line_runs_a_task_and_writes_its_results(monkeypatch, tmp_path):
-    """The harness's own regex and metric, its --batch_size default and its --device cuda:0, which
-    means: where there is one."""
+    """The harness's own regex and metric, its --batch_size default and its --device cuda:0,
+    which means: where there is one."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # runs pip
+    own_tasks_only = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+    monkeypatch.setattr(TaskManager, "__init__", own_tasks_only)    # else thousands of files
     problems = tasks.problems("math", "test", 4, seed=5)
     data = benchmarks.write_json(problems, tmp_path / "p.jsonl")
     (tmp_path / "t.yaml").write_text(MINI_MATH.format(data=data, cache=tmp_path))
@@ -95,11 +122,14 @@ def test_texts_end_before_the_first_stop_string_of_the_request(denoiser):
     prompts = prompts_of(lm, tasks.problems("choice", "test", 2))
     whole = lm.generate_until(requests("generate_until", *((p, {}) for p in prompts)))
     stops = ["zzz", ":", "Answer"]
-    cut = lm.generate_until(requests("generate_until", *((p, {"until": stops}) for p in prompts)))
+    cut = lm.generate_until(
+        requests("generate_until", *((p, {"until": stops}) for p in prompts))
+    )
     for w, c in zip(whole, cut):
         assert ":" in w and c == w.split("Answer")[0].split(":")[0]
-    assert lm.generate_until(requests("generate_until", (prompts[0], {"until": "Answer"}))) == [
-        whole[0].split("Answer")[0]]
+    assert lm.generate_until(
+        requests("generate_until", (prompts[0], {"until": "Answer"}))
+    ) == [whole[0].split("Answer")[0]]
 
 
 def test_batches_of_unequal_prompts_give_what_single_ones_give(denoiser):
@@ -131,12 +161,14 @@ def test_the_task_s_length_and_temperature_hold_unless_model_args_set_them(denoi
     prompt, = prompts_of(lm, tasks.problems("math", "test", 1))
     some = requests("generate_until", *[(prompt, {"max_gen_toks": 24})] * 3)
     texts = lm.generate_until(some)
-    assert texts == lm.generate_until(some) and len(set(texts)) > 1     # repeats differ, runs don't
+    assert (
+        texts == lm.generate_until(some) and len(set(texts)) > 1
+    )  # repeats differ, runs don't
 
 
 def test_top_p_counts_the_tempered_probabilities_and_leaves_the_logits_alone():
-    """Logits [1, 0, -1], top_p .9: p is .665, .245, .090 at T = 1, which drops one, and at T = .4
-    .918, .075, .006, which drops two; at T = 4 .42, .33, .25, which drops none."""
+    """Logits [1, 0, -1], top_p .9: p is .665, .245, .090 at T = 1, which drops one, and at T
+    = .4 .918, .075, .006, which drops two; at T = 4 .42, .33, .25, which drops none."""
     logits = torch.tensor([[1.0, 0.0, -1.0]])
     for temperature, kept in ((1.0, 2), (.4, 1), (4.0, 3)):
         found = lm_eval_dlm.warpers(temperature, top_p=.9)(torch.zeros(1, 1).long(), logits)
@@ -147,7 +179,8 @@ def test_top_p_counts_the_tempered_probabilities_and_leaves_the_logits_alone():
 
 
 def test_likelihoods_are_those_of_log_likelihood(denoiser):
-    """Each with the same seed, whatever came before it; greedy as one token per forward decodes."""
+    """Each with the same seed, whatever came before it; greedy as one token per forward
+    decodes."""
     lm = lm_eval_dlm.DlmSpecLM(denoiser, n_samples=16, batch_size=8, seed=7)
     problem = tasks.problems("choice", "test", 12)[1]
     prompt, = prompts_of(lm, [problem])
@@ -161,8 +194,8 @@ def test_likelihoods_are_those_of_log_likelihood(denoiser):
                                        generator=torch.Generator().manual_seed(7))
         assert value == float(want) < 0
     n = len(denoiser.tokenizer(best, add_special_tokens=False)["input_ids"])
-    again = denoiser.decode(dlm_spec.sample_llada(denoiser, ids, gen_length=n).generated)[0]
-    assert [g for _, g in found] == [again == best, False, False]
+    greedy = denoiser.decode(dlm_spec.sample_llada(denoiser, ids, gen_length=n).generated)[0]
+    assert [is_greedy for _, is_greedy in found] == [greedy == best, False, False]
     assert lm.loglikelihood(requests("loglikelihood", (prompt, answers[2])))[0] == found[2]
     assert lm.loglikelihood(requests("loglikelihood", (prompt, ""))) == [(0.0, True)]
     quick = lm_eval_dlm.DlmSpecLM(denoiser, n_samples=1, check_greedy=False)
@@ -175,13 +208,16 @@ def test_a_whole_text_is_bounded_in_one_piece_or_by_the_chain_rule(denoiser):
     ids = denoiser.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def bound(given, piece):
-        return float(dlm_spec.log_likelihood(denoiser, [given], [piece], n_samples=4, batch_size=4,
+        return float(dlm_spec.log_likelihood(denoiser, [given], [piece], n_samples=4,
+                                             batch_size=4,
                                              generator=torch.Generator().manual_seed(0)))
     eos = denoiser.eos_ids[0]
     asked = requests("loglikelihood_rolling", (text,))
     assert lm.loglikelihood_rolling(asked) == [bound([eos], ids)]
     lm.max_length, whole = 8, [eos, *ids]
-    want = sum(bound(whole[max(a - 4, 0) : a], whole[a : a + 4]) for a in range(1, len(whole), 4))
+    want = sum(
+        bound(whole[max(a - 4, 0) : a], whole[a : a + 4]) for a in range(1, len(whole), 4)
+    )
     assert len(ids) > 12 and lm.loglikelihood_rolling(asked) == [want]
 
 
@@ -220,28 +256,30 @@ def test_model_args_reach_the_sampler():
     """As the harness parses them; they win over its --batch_size and --device."""
     made = get_model("dlm_spec").create_from_arg_string(
         "sampler=dual_diffusion,gen_length=32,block_length=16,threshold=.7,verify=kl,tau=.25,"
-        "cache=dual,batch_size=8,dtype=bfloat16,device=cpu,postpone_eos=True",
+        "view=cover,cache=dual,batch_size=8,dtype=bfloat16,device=cpu,postpone_eos=True",
         {"batch_size": 1, "device": "cuda:0", "max_batch_size": None})
     assert made.sampler is dlm_spec.sample_dual_diffusion and made.batch_size == 8
     verify = made.knobs.pop("verify")
     assert isinstance(verify, functools.partial) and verify.func is dlm_spec.verify_kl
     assert verify.keywords == {"tau": .25} and made.asked == {"gen_length": 32}
-    assert made.knobs == dict(block_length=16, threshold=.7, cache="dual", postpone_eos=True)
+    assert made.knobs == dict(block_length=16, threshold=.7, cache="dual", postpone_eos=True,
+                              view=dlm_spec.view_cover)
     assert made.denoiser.model.dtype == torch.bfloat16 and made.device.type == "cpu"
 
 
 @pytest.mark.parametrize("args, complaint", [
     (dict(sampler="beam"), "sampler is 'beam'"),
-    (dict(sampler="cover", steps=8), "has steps, which sampler=cover does not take"),
-    (dict(sampler="cover", verify="kl"), "has verify"),
-    (dict(sampler="fast_dllm", thresold=.9), "has thresold"),
-    (dict(sampler="dual_diffusion", verify="trust", tau=.5), "has tau"),
+    (dict(sampler="cover", steps=8), "sample_cover has no steps"),
+    (dict(sampler="cover", verify="kl"), "has no verify"),
+    (dict(sampler="fast_dllm", thresold=.9), "has no thresold"),
+    (dict(sampler="dual_diffusion", verify="trust", tau=.5), "has no tau"),
     (dict(sampler="dual_diffusion", verify="mood"), "verify is 'mood'"),
+    (dict(sampler="dual_diffusion", view="mood"), "view is 'mood'"),
     (dict(callback=print), "has callback"),
     (dict(batch_size="auto"), "batch_size is 'auto'"),
     (dict(top_p=.9), "without a temperature"),
     (dict(dtype="bfloat17"), "dtype is 'bfloat17'"),
-    (dict(trust_remote_code=True), "has trust_remote_code"),
+    (dict(trust_remote_code=True), "has no trust_remote_code"),
 ])
 def test_a_model_arg_that_nothing_takes_is_an_error(args, complaint):
     with pytest.raises(ValueError, match=complaint):
@@ -254,10 +292,11 @@ def test_a_loaded_model_takes_no_loading_keywords(denoiser):
 
 
 def test_loading_keywords_reach_load_denoiser(monkeypatch):
-    """device_map and tp_plan place the weights: the harness's default device is dropped then."""
+    """device_map and tp_plan place the weights: the harness's default device is dropped
+    then."""
     seen = {}
-    monkeypatch.setattr(dlm_spec, "load_denoiser", lambda name, **kw: seen.update(kw, name=name)
-                        or SimpleNamespace(tokenizer=None, device="x", model=None))
+    monkeypatch.setattr(dlm_spec, "load_denoiser", lambda name, **kw: (
+        seen.update(kw, name=name) or SimpleNamespace(tokenizer=None, device="x", model=None)))
     make = lm_eval_dlm.DlmSpecLM.create_from_arg_string
     make("pretrained=a/b,device_map=auto,revision=main,mask_id=5", {"device": "cuda:1"})
     assert seen == dict(name="a/b", device_map="auto", revision="main", mask_id=5, dtype=None)
@@ -270,11 +309,10 @@ def test_loading_keywords_reach_load_denoiser(monkeypatch):
         make("pretrained=a/b,device_map=auto")
 
 
-def test_two_processes_share_the_problems_and_rank_0_has_all_results(monkeypatch, tmp_path):
-    """Simulated one after the other: what accelerate would exchange goes through a list. Rank 1
-    has two of the five problems, and pads with its last to do as many calls as rank 0."""
-    problems = tasks.problems("math", "test", 5, seed=3)
-    data = benchmarks.write_json(problems, tmp_path / "p")
+def test_two_processes_share_the_problems_and_rank_0_has_all_results(monkeypatch, harness):
+    """Simulated one after the other: what accelerate would exchange goes through a list. Rank
+    1 has two of the five problems, and pads with its last to do as many calls as rank 0."""
+    _, data, want, folder = harness
     sent, found, lengths = [], {}, {}
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (1, 0):
@@ -292,11 +330,8 @@ def test_two_processes_share_the_problems_and_rank_0_has_all_results(monkeypatch
         monkeypatch.setattr(torch.distributed, "gather_object", gather_object)
         lm = lm_eval_dlm.DlmSpecLM(**QUICK)
         assert (lm.rank, lm.world_size) == (rank, 2)
-        found[rank] = benchmarks.run(lm, "mini_math", data, cache_dir=str(tmp_path))
+        found[rank] = benchmarks.run(lm, "mini_math", data, cache_dir=str(folder))
         lengths[rank] = len(lm.costs)
     assert found[1] is None and not sent and lengths == {0: 3, 1: 3}
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    want = benchmarks.run(lm_eval_dlm.DlmSpecLM(device="cpu", **QUICK), "mini_math", data,
-                          cache_dir=str(tmp_path))
     assert found[0]["docs"] == want["docs"] and found[0]["texts"] == want["texts"]
     assert found[0]["accuracy"] == want["accuracy"]

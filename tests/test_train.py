@@ -159,7 +159,8 @@ def test_a_disk_that_fills_while_writing_leaves_the_old_files(saved, tokenizer, 
 
 
 def test_a_full_disk_leaves_the_old_state_of_the_run(start, tmp_path):
-    """last.pt: a run that cannot save ends with an error, and goes on later from the old one."""
+    """last.pt: a run that cannot save ends with an error, and goes on later from the old
+    one."""
     assert start(tmp_path, "--steps", "3") == 0
     before = content(tmp_path)
     with largest_file(10_000), pytest.raises(Exception, match=FULL):

@@ -5,10 +5,10 @@
         sample_llada(...)
     found           # Counter {(line of dlm_spec.py, "nonzero"): 128, ...}
 
-Operations whose result the host must see before it can go on: a number or a truth value taken from
-a tensor, shapes that depend on values (nonzero, a boolean index), and copies between host and
-device, in which the stream is waited for as well. On a CPU tensors that would stay on the host
-(what `start_canvas` checks, once per decode) count too. On a CUDA device
+Operations whose result the host must see before it can go on: a number or a truth value taken
+from a tensor, shapes that depend on values (nonzero, a boolean index), and copies between host
+and device, in which the stream is waited for as well. On a CPU tensors that would stay on the
+host (what `start_canvas` checks, once per decode) count too. On a CUDA device
 `torch.cuda.set_sync_debug_mode("warn")` says the same in the driver's words.
 """
 import sys
@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dlm_spec
 
 VALUES = {"_local_scalar_dense", "equal"}
-SHAPES = {"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive",
-          "repeat_interleave"}
+SHAPES = {"nonzero", "masked_select", "bincount", "_unique2", "unique_dim",
+          "unique_consecutive", "repeat_interleave"}
 READS = {torch.Tensor.tolist: "tolist", torch.Tensor.cpu: "cpu", torch.Tensor.numpy: "numpy"}
 
 

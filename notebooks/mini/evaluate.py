@@ -22,9 +22,9 @@ import dlm_spec
 def evaluate(denoiser, sampler, problems, *, batch_size=100, **knobs):
     """Decode and grade `problems` (of any families) with a `sample_*` function and its knobs.
 
-    Returns a dict: n, right, accuracy, interval (95 % Wilson), nfe (mean per problem), positions,
-    tokens_per_forward, seconds, marks (a list of bool), texts, revisions (the counts of
-    `dlm_spec.revision_statistics`, summed).
+    Returns a dict: n, right, accuracy, interval (95 % Wilson), nfe (mean per problem),
+    positions, tokens_per_forward, seconds, marks (a list of bool), texts, revisions (the
+    counts of `dlm_spec.revision_statistics`, summed).
     """
     order = sorted(range(len(problems)), key=lambda i: len(problems[i].prompt))    # little padding
     texts, nfe, positions, speed = [None] * len(problems), 0, 0, 0.0

@@ -5,9 +5,9 @@
     python notebooks/mini/experiments.py test -n 2000        # the chosen ones, on the test split
     python notebooks/mini/experiments.py table               # what there is, in markdown
 
-Results go into notebooks/results/<split>_<family>.json, a record per sampler and knobs with one
-mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped goes on
-where it was; records of at least n problems are kept, shorter ones are continued.
+Results go into notebooks/results/<split>_<family>.json, a record per sampler and knobs with
+one mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped
+goes on where it was; records of at least n problems are kept, shorter ones are continued.
 """
 import argparse
 import itertools
@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+import command_line
 import tasks
 from evaluate import evaluate
 
@@ -25,10 +26,12 @@ import dlm_spec
 RESULTS = HERE.parent / "results"
 G = 64
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
-# COVER with our two additions, and outcomes that replace sooner
+# COVER with two additions of this module (spacing, closing), and thresholds that replace
+# sooner
 CHECKED = dict(spacing=4, closing=8, tau_replace=0.5, tau_remask=0.5)
-# COVER that takes back instead of replacing (but at a probability of 1), all that it doubts at
-# once, and drafts at WINO's pace
+# COVER that re-masks what it doubts instead of replacing it (unless the new token has a
+# probability of 1), without a limit per forward, and commits at most as many tokens per
+# forward as WINO does
 REMASKING = dict(tau_replace=1.0, tau_remask=0.5, remask_limit=False, commit_cap=True, closing=2,
                  max_seeds=16, seed_share=0.5, max_checks=4)
 
@@ -45,8 +48,8 @@ def sweep():
         dict(closing=1), dict(closing=4), dict(remask_limit=True), dict(commit_cap=False),
         dict(tau_replace=0.5), dict(max_seeds=64, seed_share=1.0, max_checks=8)))
     for more in (dict(closing=0), dict(spacing=0), dict(tau_replace=0.9, tau_remask=0.2),
-                 dict(uncertainty="commit"), dict(seed_share=1.0, max_seeds=16),
-                 dict(cache="prefix"), dict(cache="prefix", refresh=2)):
+                 dict(seed_share=1.0, max_seeds=16), dict(cache="prefix"),
+                 dict(cache="prefix", refresh=2)):
         yield "cover", dict(threshold=0.6) | CHECKED | more
     for cache in (None, "dual"):
         yield from (("dual_diffusion", dict(threshold=t, draft_steps=2, cache=cache))
@@ -69,6 +72,8 @@ CHOSEN = [      # one setting of each method, for all families
     ("cover", dict(threshold=0.7, **REMASKING))]
 NAMES = {"llada": "LLaDA", "fast_dllm": "threshold", "dkv": "dKV", "wino": "WINO",
          "dual_diffusion": "DualDiffusion", "saber": "Saber", "cover": "COVER"}
+# forwards against accuracy, for notebook 01
+STEPS = [("llada", dict(steps=steps)) for steps in (4, 8, 16, 32, G)]
 CURVES = [      # more settings of each, for cost against accuracy on MiniMath
     *(("cover", dict(threshold=t, **CHECKED)) for t in (0.4, 0.5, 0.6)),
     *(("cover", dict(threshold=t, **REMASKING)) for t in (0.4, 0.5, 0.6)),
@@ -92,9 +97,9 @@ def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
             so_far = same[0] if same else dict(n=0, marks="")
             if so_far["n"] >= n:
                 continue
-            full = {"gen_length": G, "block_length": G} | knobs
-            r = evaluate(denoiser, dlm_spec.SAMPLERS[name], problems[so_far["n"]:],
-                         batch_size=batch_size, **full)
+            sampler = dlm_spec.SAMPLERS[name]
+            given = command_line.named_knobs(sampler, {"gen_length": G, "block_length": G} | knobs)
+            r = evaluate(denoiser, sampler, problems[so_far["n"]:], batch_size=batch_size, **given)
             records = [old for old in records if old not in same]
             records.append({"family": family, "sampler": name, "knobs": knobs, "split": split,
                             **together(so_far, r)})
@@ -111,7 +116,8 @@ def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
 
 
 def together(a, b):
-    """The record of the problems of record `a` (n may be 0) and of `b`, a result of `evaluate`."""
+    """The record of the problems of record `a` (n may be 0) and of `b`, a result of
+    `evaluate`."""
     n = a["n"] + b["n"]
     marks = a["marks"] + "".join("01"[m] for m in b["marks"])
     sums = {k: a.get(k, 0) + b[k] for k in ("right", "seconds")}
@@ -152,8 +158,8 @@ def setting(r):
 
 
 def marks_at(curve, cost, value):
-    """The marks of a decoder at a cost ("nfe" or "positions"), in proportion from those of its two
-    records on either side; None where it has none on one side."""
+    """The marks of a decoder at a cost ("nfe" or "positions"), in proportion from those of
+    its two records on either side; None where it has none on one side."""
     curve = sorted(curve, key=lambda r: r[cost])
     for low, high in itertools.pairwise(curve):
         if low[cost] <= value <= high[cost]:
@@ -170,22 +176,23 @@ def paired(a, b):
     return 100 * mean, 100 * (mean - half), 100 * (mean + half)
 
 
-def at_equal_cost(ours, rivals, cost, family="math"):
-    """A line for each test record of the decoder `ours`: its points above each of `rivals` at its
-    own cost ("nfe" or "positions"), with paired 95 % intervals, where they can be interpolated."""
+def at_equal_cost(name, rivals, cost, family="math"):
+    """A line for each test record of the decoder `name`: its points above each of `rivals` at
+    the same cost ("nfe" or "positions"), with paired 95 % intervals, where a rival was
+    measured on both sides of that cost."""
     found, lines = curves("test", family), []
-    for r in found.get(ours, []):
-        marks = {name: marks_at(found.get(name, []), cost, r[cost]) for name in rivals}
-        points = [f"{name} {d:+.1f} [{low:+.1f}, {high:+.1f}]" for name, m in marks.items() if m
+    for r in found.get(name, []):
+        marks = {rival: marks_at(found.get(rival, []), cost, r[cost]) for rival in rivals}
+        points = [f"{rival} {d:+.1f} [{low:+.1f}, {high:+.1f}]" for rival, m in marks.items() if m
                   for d, low, high in [paired(r["marks"], m)]]
-        lines.append(f"{ours} {setting(r)}, {r[cost]:.{1 if cost == 'nfe' else 0}f}: "
+        lines.append(f"{name} {setting(r)}, {r[cost]:.{1 if cost == 'nfe' else 0}f}: "
                      + ("; ".join(points) or "none has settings on both sides"))
     return lines
 
 
 def table(families=tasks.FAMILIES, samplers=tuple(NAMES)):
-    """The records of the test split as a markdown table: accuracy, paired difference from one token
-    per forward, forwards, positions, share of effective revisions."""
+    """The records of the test split as a markdown table: accuracy, paired difference from one
+    token per forward, forwards, positions, share of effective revisions."""
     lines = []
     for family in families:
         records = read("test", family)

