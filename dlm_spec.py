@@ -676,7 +676,8 @@ def sample_dual_diffusion(denoiser, prompt, *, draft_steps=4, verify=verify_conf
             tokens (C,)) -> (C,) bool; a parameter `draft` gets the logits (C, V) that the
             tokens were drafted by. Options by functools.partial.
         view: what the verifier sees: view_leave_one_out, view_visible or view_cover.
-        drafter: a second Denoiser with the same vocabulary; default: the same.
+        drafter: a second Denoiser with the same vocabulary; default: the same. A verification
+            does not refresh a second one's cache: its own next forward is full.
         cache: "dual", "prefix", "dkv" or None: see window_of. threshold: the drafter's.
         max_revisions: how often one position may be taken back. adaptive: see Pace.
         max_rounds: verifications per row; after the last one the rest is filled unchecked.
@@ -718,8 +719,7 @@ def sample_dual_diffusion(denoiser, prompt, *, draft_steps=4, verify=verify_conf
             run.step(commit, remask)
             pace.verified(due, checked, remask, commit)
             drafted = (drafted & ~checked) | commit
-            window = window_of(cache, block, masks | run.masks)
-            window = window if drafter is None else None    # the other's cache is as it was
+            window = window_of(cache, block, masks | run.masks) if drafter is None else None
     out = run.output()
     out.verify_nfe, out.draft_nfe = pace.rounds, out.nfe - pace.rounds
     return out
