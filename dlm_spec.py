@@ -51,7 +51,6 @@ import transformers
 from einops import rearrange
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # -------------------------------------------------------------------------------------------
 # 1. The denoiser: canvas in, logits of the asked positions out.
@@ -1311,7 +1310,8 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
             on_gpu = torch.cuda.is_available() and not place.startswith("cpu")
             dtype = torch.bfloat16 if on_gpu else torch.float32
         kind = str(config.get("model_type")).lower()
-        refuse(kind not in ("llada", "dream", *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        stock = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        refuse(kind not in ("llada", "dream", *stock),
                f"{name!r} has model_type {kind!r}, which is not supported: it is no LLaDA, no "
                "Dream and no causal LM of transformers; a checkpoint's own code is never run")
         cls, map_config = {
