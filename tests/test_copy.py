@@ -13,10 +13,11 @@ from helpers import M, tiny_llama
 import dlm_spec
 from dlm_spec import SAMPLERS, Denoiser
 
-LIMITS = {      # sampler -> the most lines that its file may have: hardly more than it has
-    "llada": 560, "fast_dllm": 620, "dkv": 630, "dual_diffusion": 760, "wino": 575,
-    "saber": 535, "cover": 795,
+LIMITS = {      # sampler -> the most lines that its file may have
+    "llada": 560, "fast_dllm": 550, "dkv": 630, "dual_diffusion": 760, "wino": 560,
+    "saber": 535, "cover": 720,
 }
+TOO_LONG = {"fast_dllm": 620, "wino": 575, "cover": 795}    # not reached yet; no longer than this
 KNOBS = {       # with these the random model below gives all of them something to do
     "llada": dict(steps=7, cfg_scale=.5), "fast_dllm": dict(threshold=.5, cache="prefix"),
     "dkv": dict(threshold=.5, refresh=3),
@@ -84,9 +85,10 @@ def test_a_copied_sampler_decodes_what_the_module_decodes(found, name):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_copied_sampler_is_short(folder, name):
-    text = (folder / f"copied_{name}.py").read_text()
-    compile(text, name, "exec")
-    assert len(text.splitlines()) <= LIMITS[name]
+    n_lines = len((folder / f"copied_{name}.py").read_text().splitlines())
+    assert n_lines <= TOO_LONG.get(name, LIMITS[name])
+    if n_lines > LIMITS[name]:
+        pytest.xfail(f"{n_lines} lines, the aim is {LIMITS[name]}")
 
 
 def test_a_copied_sampler_has_every_name_that_it_uses(folder):

@@ -31,9 +31,7 @@ from dlm_spec import (
     KVCache,
     apart,
     columns_of,
-    flip_flops,
     judge_seeds,
-    revision_statistics,
     sample_cover,
     sample_fast_dllm,
     sample_wino,
@@ -602,25 +600,3 @@ def test_cover_ends_for_every_threshold(threshold, replace, remask, seeds, check
                        max_seeds=seeds, max_checks=checks, seed_share=1.0)
     assert (out.nfe <= 11).all() and (out.sequences != M).all()
     assert out.sequences[0, [0, 2]].tolist() == [1, 3]
-
-
-# -------------------------------------------------------------------------------------------
-# What revisions were worth
-
-def output(*revisions, row=0):
-    events = [dlm_spec.Revision(row, *revision) for revision in revisions]
-    return SimpleNamespace(revisions=events, commit_step=torch.ones(1, 10, dtype=torch.long),
-                           sequences=torch.zeros(1, 10), prompt_length=0)
-
-
-def test_flip_flops_are_counted_by_what_comes_back():
-    out = output((2, 1, 5, "remask", 5), (2, 2, 5, "remask", 6),        # A A; A B
-                 (3, 3, 5, "replace", 6), (5, 3, 6, "remask", 5),       # A B A: both
-                 (3, 4, 5, "replace", 6), (5, 4, 6, "replace", 7))      # A B C: neither
-    assert flip_flops(out) == [True, False, True, True, False, False]
-    stats = revision_statistics(out, torch.tensor([[0, 5, 6, 5, 7, 0, 0, 0, 0, 0]]))
-    assert [stats[k] for k in ("events", "remasks", "replaces", "commits")] == [6, 3, 3, 16]
-    assert stats["effective_share"] == .5 and stats["wasted_share"] == 1 / 16
-    assert stats["effective_share_remask"] == pytest.approx(1 / 3)
-    assert (stats["became_right"], stats["became_wrong"]) == (3, 1)
-    assert revision_statistics(output())["effective_share"] is None
