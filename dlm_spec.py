@@ -889,8 +889,9 @@ class DualView:
         seeds, visible, read_at = self.seeds[rows], self.visible[rows], self.read_at[rows]
         (R, L), device, self.rows = seeds.shape, seeds.device, rows
         here = column = torch.arange(L, device=device).expand(R, L)
-        if columns is not None:  # canvas column -> token of this forward
-            here = torch.zeros_like(here).scatter(1, columns, here[:, :columns.shape[1]])
+        if columns is not None:  # canvas column -> token of this forward, of repeated the first
+            here = torch.zeros_like(here).scatter_reduce(
+                1, columns, here[:, :columns.shape[1]], "amin", include_self=False)
         self.probed = None if self.probe is None else here.gather(1, self.probe[0][rows])
         at, real = columns_of(seeds)
         self.S = S = at.shape[1]
@@ -962,93 +963,81 @@ def seed_score(u, d_in, d_out):
     return u * (1 + d_in) / (1 + d_out)
 
 def eligible(run, kv, tokens, masks):
-    """Those of `tokens` (B, L) that can be seeds: what is stored of them, and of the column
-    where they are read, is of the tokens there now, and no mask (B, L) is read at either."""
+    """Those of `tokens` (B, L) that can be seeds together: what is stored of them, and of the
+    column where they are read, is of the tokens there now, and no mask (B, L) is read at
+    either. Of neighbours in a shifted model the 1st, 3rd, 5th...: one is read at the other."""
     read_at = run.denoiser.layout(run.x, run.attention_mask)[3]
     fit = (kv.shown == run.x) & ~run.denoiser.readers(masks, run.visible)
-    return tokens & fit & fit.gather(1, read_at)
+    seeds = tokens & fit & fit.gather(1, read_at)
+    if not run.denoiser.shift:
+        return seeds
+    # of each column the last before it that is no seed: so a seed's place in its run
+    last = run.column.expand_as(seeds).masked_fill(seeds, -1).cummax(1).values
+    return seeds & ((run.column - last) % 2 == 1)
 
 def view_cover(run, kv, ask, checked):
     """DualDiffusion's verifier by COVER's dual view (see view_leave_one_out), with no more
     positions. Tokens that are not stored yet, and in shifted models neighbours, wait."""
     seeds = eligible(run, kv, checked, ask)
-    if run.denoiser.shift:  # the 1st, 3rd, 5th... of each run of neighbours
-        last = run.column.expand_as(seeds).masked_fill(seeds, -1).cummax(1).values
-        seeds = seeds & ((run.column - last) % 2 == 1)
     view = DualView(run.denoiser, run.x, run.attention_mask, kv, seeds)
     return seeds, windowed, dict(kv=view)
 
 @torch.no_grad()
-def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=0.9, tau_remask=0.2,
-                 spacing=0, max_seeds=8, seed_share=0.25, max_checks=2, closing=0,
-                 commit_cap=False, remask_limit=True, cache=None, refresh=None, **common):
-    """Commit above a threshold; every forward also re-checks a few committed tokens, the
-    *seeds*: they are M in its input, while all others keep seeing their stored keys and values
-    (COVER [9]). If another token is predicted, a seed is replaced by it where it has
-    probability >= tau_replace, else re-masked where its own is < tau_remask; else it is kept.
-    The options from `spacing` to `remask_limit`, the probe and all numbers are our choice.
+def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=1.0, tau_remask=0.5,
+                 max_seeds=None, max_checks=4, commit_cap=True, cache=None, refresh=None,
+                 **common):
+    """Commit above a threshold; every forward also re-checks committed tokens, the *seeds*:
+    they are M in its input, while all others keep seeing their stored keys and values (COVER
+    [9]). If another token is predicted, a seed is replaced by it where it has probability >=
+    tau_replace, else re-masked where its own is < tau_remask; else it is kept. The paper's
+    text gives no numbers and the probe is ours; it checks few seeds, the best by score.
     Args:
         threshold: tau_draft, masks above it are committed, always the best one.
-        spacing: of the seeds to be replaced within so many positions of each other only the
-            one that gains most probability is; the others are checked again.
-        max_seeds, seed_share: seeds per row and forward: the least of max_seeds, this share of
-            the candidates, and the last forward's commits - 1; all of them when closing.
-        max_checks: checks of a position in all. commit_cap: commit no more than wino_cap.
-        closing: up to so many extra forwards once a block is full, which check all candidates
-            and may re-mask any; they end when nothing changes. At 0 the last go unchecked.
-        remask_limit: re-mask fewer per row than are committed; False: all that are doubtful.
+        max_seeds: seeds per row and forward, the best by seed_score. None: all that can be.
+        max_checks: checks of a position in all, so that a token comes back at most so often.
+        commit_cap: commit no more than wino_cap (ours, after WINO).
         cache: None, "prefix" or "dual", as in sample_fast_dllm.
         refresh: every so many forwards of a block one is full (default: the first alone).
         common: what all samplers take: gen_length, block_length, temperature...: see Decode.
-    Returns a DecodeOutput; nfe <= masks + revisions + closing per block."""
-    check(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask, spacing=spacing,
-          max_seeds=max_seeds, seed_share=seed_share, max_checks=max_checks, closing=closing,
-          commit_cap=commit_cap, remask_limit=remask_limit, cache=cache, refresh=refresh)
+    Returns a DecodeOutput; nfe <= masks + revisions. What the last two forwards of a block
+    committed goes unchecked."""
+    check(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
+          max_seeds=max_seeds, max_checks=max_checks, commit_cap=commit_cap, cache=cache,
+          refresh=refresh)
     refuse(refresh and not cache, "refresh was given without a cache: every forward is full")
-    refuse(closing and 0 in (max_seeds, max_checks), "closing was given, but nothing checked")
     run = Decode(denoiser, prompt, **common)
-    kv, L, checks = KVCache(run.x), run.x.shape[1], torch.zeros_like(run.x)
+    kv, checks, by_score = KVCache(run.x), torch.zeros_like(run.x), max_seeds is not None
     for block in run.blocks():
-        generated, window = block & run.masks, None
-        seeds = settled = torch.zeros_like(block)  # settled: its row is as it was checked
-        closing_left = torch.full_like(run.x[:, 0], closing)
-        probe = columns_of(block | denoiser.readers(block, run.visible))
+        generated, window, seeds = block & run.masks, None, torch.zeros_like(block)
+        probe = columns_of(block | denoiser.readers(block, run.visible)) if by_score else None
         for step in itertools.count(1):
             masks = block & run.masks
-            unsettled = generated & ~masks & ~settled & (checks < max_checks)
-            closed = ~masks.any(1) & unsettled.any(1) & (closing_left > 0)
-            unsettled = unsettled & (masks.any(1) | closed)[:, None]
+            tokens = generated & ~masks & (checks < max_checks) & masks.any(1, keepdim=True)
             view = DualView(denoiser, run.x, run.attention_mask, kv, seeds, probe)
-            if not run.forward(masks, windowed, seeds | unsettled, kv=view, window=window):
+            checked = seeds | tokens if by_score else seeds  # a score needs their entropy
+            if not run.forward(masks, windowed, checked, kv=view, window=window):
                 break
             commit = masks & (run.score > threshold) | best(run.score, masks)
             if commit_cap:
                 commit = top_k(run.score, commit, wino_cap(masks.sum(1)))
-            n_drafted = commit.sum(1)
-            most = torch.where(closed, L, n_drafted - 1 if remask_limit else L)
-            u, replace, remask, undecided = judge_seeds(run, seeds, tau_replace, tau_remask,
-                                                        spacing, most)
+            u, replace, remask = judge_seeds(run, seeds, tau_replace, tau_remask)
             run.step(commit, remask, replace)
-            checks, closing_left = checks + (seeds & ~undecided), closing_left - closed.long()
-            changed = (commit | replace | remask).any(1, keepdim=True)
-            settled = (settled | seeds) & ~changed
-            # the next seeds
+            checks = checks + seeds
+            # the next seeds: shown and stored by this forward, and not checked in it
             masks = block & run.masks
-            candidates = eligible(run, kv, unsettled & ~seeds, masks)
-            readers = denoiser.readers(masks, run.visible)
-            worth = seed_score(u, *dependence(view, readers, commit, candidates))
-            n_seeds = (seed_share * candidates.sum(1)).ceil().long().clamp(max=max_seeds)
-            n_seeds = torch.where(masks.any(1), torch.minimum(n_seeds, n_drafted - 1),
-                                  torch.where(closing_left > 0, L, 0))
-            eligible_now = apart(worth, candidates & (worth > 0), int(denoiser.shift))
-            seeds = top_k(worth, eligible_now, n_seeds)
+            seeds = eligible(run, kv, tokens & ~seeds & masks.any(1, keepdim=True), masks)
+            if by_score:
+                readers = denoiser.readers(masks, run.visible)
+                worth = seed_score(u, *dependence(view, readers, commit, seeds))
+                n_seeds = torch.full_like(run.nfe, max_seeds)
+                seeds = top_k(worth, seeds & (worth > 0), n_seeds)
             window = None if refresh and step % refresh == 0 else window_of(cache, block)
     return run.output()
 
-def judge_seeds(run, seeds, tau_replace, tau_remask, spacing, most):
+def judge_seeds(run, seeds, tau_replace, tau_remask):
     """COVER's outcomes [9] after a forward that checked; puts the seeds' predictions (without
-    a temperature) into the run's tokens and confidence. Returns four (B, L): u, the entropy at
-    all checked tokens; which seeds to replace, re-mask (`most` (B,) a row), check again."""
+    a temperature) into the run's tokens and confidence. Returns three (B, L): u, the entropy
+    at all checked tokens; which seeds to replace; which to re-mask."""
     ids = torch.stack([run.judged.max(-1).indices, run.x[run.checked]], 1)  # predicted, now
     # (C, 3): the entropy, and the probabilities of these two
     weighed = by_rows(lambda p, ids: torch.cat([entropy_of(p)[:, None], p.gather(1, ids)], 1),
@@ -1057,21 +1046,8 @@ def judge_seeds(run, seeds, tau_replace, tau_remask, spacing, most):
     run.tokens = torch.where(seeds, run.x.masked_scatter(run.checked, ids[:, 0]), run.tokens)
     run.confidence = torch.where(seeds, p, run.confidence)
     differs = seeds & (run.tokens != run.x)
-    better = differs & (p >= tau_replace)
-    replace = apart(p - p_now, better, spacing)
-    remask = top_k(-p_now, differs & ~better & (p_now < tau_remask), most)
-    return u.float(), replace, remask, better & ~replace
-
-def apart(score, candidates, spacing):
-    """The candidates (B, L) that beat all others within `spacing` positions. (In shifted
-    models neighbours are never seeds together: one would be read where the other is M.)"""
-    if spacing == 0:
-        return candidates
-    i = torch.arange(score.shape[1], device=score.device)
-    higher = score[:, None] > score[..., None]  # [row, i, j]: j's is higher than i's
-    higher |= (score[:, None] == score[..., None]) & (i < i[:, None])
-    near = (i - i[:, None]).abs() <= spacing
-    return candidates & ~(higher & near & candidates[:, None]).any(2)
+    replace = differs & (p >= tau_replace)
+    return u.float(), replace, differs & ~replace & (p_now < tau_remask)
 
 
 # -------------------------------------------------------------------------------------------
@@ -1422,13 +1398,13 @@ def pad_left(rows, pad_id):
 LIMITS = {  # name -> least and most of a number, whole if the least is; or what it can be
     **dict.fromkeys(("block_length", "steps", "refresh", "draft_steps", "n", "n_samples",
                      "batch_size"), (1, math.inf)),
-    **dict.fromkeys(("gen_length", "max_revisions", "max_rounds", "spacing", "max_seeds",
-                     "max_checks", "closing"), (0, math.inf)),
+    **dict.fromkeys(("gen_length", "max_revisions", "max_rounds", "max_seeds",
+                     "max_checks"), (0, math.inf)),
     **dict.fromkeys(("temperature", "cfg_scale", "factor", "tau_kl"), (0.0, math.inf)),
-    **dict.fromkeys(("threshold", "threshold_back", "tau", "tau_replace", "tau_remask",
-                     "seed_share"), (0.0, 1.0)),
+    **dict.fromkeys(("threshold", "threshold_back", "tau", "tau_replace", "tau_remask"),
+                    (0.0, 1.0)),
     **dict.fromkeys(("suppress_eos", "postpone_eos", "early_stop", "tempered_confidence",
-                     "adaptive", "commit_cap", "remask_limit"), (False, True)),
+                     "adaptive", "commit_cap"), (False, True)),
     "remasking": ("low_confidence", "margin", "entropy", "random"), "of": ("token", "max"),
     "cache": (None, "prefix", "dual"), "drafter_cache": (None, "prefix", "dual", "dkv")}
 

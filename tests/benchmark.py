@@ -282,7 +282,7 @@ def cover_step(denoiser, L, B, repeats, G=64):
 
         with contextlib.suppress(Enough):
             dlm_spec.sample_cover(denoiser, prompt, gen_length=G, block_length=G,
-                                  seed_share=1.0, callback=clock)
+                                  callback=clock)
         found.append((plain, (times[3] - times[1]) / 2 / plain))
     plain, step = map(statistics.median, zip(*found))
     return dict(seconds=plain, step=step)

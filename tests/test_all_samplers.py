@@ -86,10 +86,9 @@ VARIANTS = {            # each sampler, cache and view, with knobs that make som
                                            cache="prefix")),
     "wino": ("wino", dict(threshold=.1)),
     "saber": ("saber", {}),
-    "cover": ("cover", dict(threshold=.1, max_seeds=4, seed_share=1.0, tau_remask=.9,
-                            closing=2)),
-    "cover, prefix": ("cover", dict(threshold=.1, max_seeds=4, seed_share=1.0, cache="prefix",
-                                    spacing=2, commit_cap=True, remask_limit=False)),
+    "cover": ("cover", dict(threshold=.1, max_seeds=4, tau_remask=.9)),
+    "cover, prefix": ("cover", dict(threshold=.1, tau_replace=.5, cache="prefix",
+                                    commit_cap=False)),
     "cover, dual": ("cover", dict(threshold=.1, cache="dual", refresh=3)),
 }
 every_variant = pytest.mark.parametrize("name, knobs", VARIANTS.values(), ids=VARIANTS)
@@ -110,9 +109,7 @@ def sound(denoiser, name, rows, **knobs):
         assert torch.equal(got[prompt != M], prompt[prompt != M])
     masks = G + torch.tensor([row.count(M) for row in rows])
     assert torch.equal((out.commit_step > 0).sum(1), masks)
-    blocks = -(-G // knobs["block_length"])
-    assert (out.nfe <= 2 * (masks + len(out.revisions)) + 2
-            + knobs.get("closing", 0) * blocks).all()
+    assert (out.nfe <= 2 * (masks + len(out.revisions)) + 2).all()
     revised = {(r.row, r.position) for r in out.revisions}      # only these may change
     for a, b in zip(out.history, out.history[1:]):
         assert {tuple(at) for at in ((a != M) & (a != b)).nonzero().tolist()} <= revised
@@ -240,10 +237,8 @@ KNOBS = {
     "wino": dict(threshold=UNIT, threshold_back=UNIT),
     "saber": dict(n=st.integers(1, 5)),
     "cover": dict(threshold=UNIT, tau_replace=UNIT, tau_remask=UNIT,
-                  max_seeds=st.integers(1, 5),
-                  seed_share=UNIT, max_checks=st.integers(1, 3), closing=st.integers(0, 2),
-                  spacing=st.integers(0, 3), commit_cap=st.booleans(),
-                  remask_limit=st.booleans(), cache=st.sampled_from([None, "prefix", "dual"])),
+                  max_seeds=st.none() | st.integers(1, 5), max_checks=st.integers(1, 3),
+                  commit_cap=st.booleans(), cache=st.sampled_from([None, "prefix", "dual"])),
 }
 assert KNOBS.keys() == SAMPLERS.keys()
 
@@ -294,9 +289,7 @@ OWN = {
     "wino": [dict(threshold=.2), dict(threshold_back=.3)],
     "saber": [dict(n=5)],
     "cover": [dict(threshold=.3), dict(tau_replace=.2), dict(tau_remask=1.0),
-              dict(max_seeds=1),
-              dict(seed_share=.9), dict(max_checks=1), dict(spacing=9), dict(closing=4),
-              dict(commit_cap=True), dict(remask_limit=False), dict(cache="dual"),
+              dict(max_seeds=1), dict(max_checks=1), dict(commit_cap=False), dict(cache="dual"),
               dict(cache="dual", refresh=2)],
 }
 NO_RULE = {"attention_mask", "gen_length", "generator", "callback", "history"}
@@ -369,7 +362,7 @@ every_adversary = pytest.mark.parametrize("make", ADVERSARIES.values(), ids=ADVE
 HARSH = {       # every check rejects, every token is doubted
     "wino": [dict(threshold=t, threshold_back=1.0) for t in (0.0, 1.0)],
     "saber": [dict(n=1), dict(n=9)],
-    "cover": [dict(threshold=0.0, tau_replace=replace, tau_remask=1.0, seed_share=1.0,
+    "cover": [dict(threshold=0.0, tau_replace=replace, tau_remask=1.0,
                    max_checks=checks) for replace in (0.0, 1.0) for checks in (1, 99)],
     "dual_diffusion": [dict(verify=reject_all, view=view, max_revisions=4, threshold=0.0,
                             draft_steps=1) for view in VIEWS],

@@ -23,7 +23,7 @@ KNOBS = {       # with these the random model below gives all of them something 
     "dkv": dict(threshold=.5, refresh=3),
     "dual_diffusion": dict(threshold=.5, draft_steps=2, cache="dual"),
     "wino": dict(threshold=.4, threshold_back=.99), "saber": dict(n=3),
-    "cover": dict(threshold=.4, tau_replace=.3, tau_remask=1.0, cache="dual", closing=2),
+    "cover": dict(threshold=.4, tau_replace=.3, tau_remask=1.0, cache="dual", max_seeds=4),
 }
 PROMPTS = [[7, 3, 11, 2, 9], [1, 2]]
 COMMON = dict(gen_length=20, block_length=12)

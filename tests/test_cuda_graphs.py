@@ -25,7 +25,7 @@ DECODES = [
     ("dkv", dict(threshold=.3, refresh=4)), ("wino", dict(threshold=.2)), ("saber", {}),
     *(("dual_diffusion", dict(threshold=.3, view=view, draft_steps=2))
       for view in ("leave_one_out", "cover", "visible")),
-    *(("cover", dict(threshold=.2, cache=cache, tau_remask=.9, closing=2))
+    *(("cover", dict(threshold=.2, cache=cache, tau_remask=.9))
       for cache in (None, "prefix", "dual"))]
 
 
@@ -66,7 +66,7 @@ def cover(denoiser, seed=0, **knobs):
     """The tokens of a COVER decode, which depend on attention maps as well."""
     rows = [*random_ids(1, 9, seed=seed), *random_ids(1, 6, seed=seed + 1)]
     return decode("cover", denoiser, rows, threshold=.3, tau_remask=.9, max_seeds=2,
-                  seed_share=1.0, **knobs).sequences
+                  **knobs).sequences
 
 
 @pytest.mark.parametrize("make, shift", [(tiny_llama, False), (tiny_qwen2, True)])

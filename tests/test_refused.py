@@ -57,12 +57,11 @@ def refused(message, call, *args, **kw):
 # -------------------------------------------------- every knob of every sampler
 
 COUNTS = ("block_length", "steps", "refresh", "draft_steps", "n")
-FROM_ZERO = ("gen_length", "max_revisions", "max_rounds", "spacing", "max_seeds",
-             "max_checks", "closing")
-SHARES = ("threshold", "threshold_back", "tau_replace", "tau_remask", "seed_share")
+FROM_ZERO = ("gen_length", "max_revisions", "max_rounds", "max_seeds", "max_checks")
+SHARES = ("threshold", "threshold_back", "tau_replace", "tau_remask")
 POSITIVE = ("temperature", "cfg_scale", "factor")
 SWITCHES = ("suppress_eos", "postpone_eos", "early_stop", "tempered_confidence", "adaptive",
-            "commit_cap", "remask_limit")
+            "commit_cap")
 VALUES = {  # knob -> values that are outside its limits
     **dict.fromkeys(COUNTS, (0, -1, 2.5, "4", True, NAN)),
     **dict.fromkeys(FROM_ZERO, (-1, 2.5, "4", True, NAN)),
@@ -185,8 +184,6 @@ def test_logits_that_cannot_be_used_are_refused(name, bad):
     ("dual_diffusion", dict(verify=lambda judged, tokens: tokens[:0] > 0), "verify gave"),
     ("dual_diffusion", dict(verify=lambda judged, tokens: tokens[:, None] > 0), "verify gave"),
     ("dual_diffusion", dict(verify=lambda judged, tokens: tokens * .5), "verify gave .*bool"),
-    ("cover", dict(closing=3, max_seeds=0), "closing was given"),
-    ("cover", dict(closing=3, max_checks=0), "closing was given"),
     ("cover", dict(refresh=4), "refresh .*cache"),
 ])
 def test_knobs_that_exclude_each_other(denoiser, name, given, message):

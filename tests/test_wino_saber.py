@@ -269,7 +269,7 @@ def test_rows_of_a_batch_equal_single_runs(sampler, make, shift):
 
 @every_revocable
 def test_forwards_are_counted_and_bounded(sampler):
-    """CASES 15: never more forwards than masks."""
+    """CASES 15: never more forwards than masks; COVER's re-masks come on top of them."""
     for seed in range(3):
         model, rows = lively(tiny_llama, 2, seed), []
         denoiser = Denoiser(model, M)
@@ -277,7 +277,9 @@ def test_forwards_are_counted_and_bounded(sampler):
             len(a[2]["input_ids"])), with_kwargs=True)
         out = sampler(denoiser, ROWS, gen_length=16, block_length=8)
         assert sum(rows) == out.nfe.sum() and len(rows) == out.calls
-        assert (out.nfe <= 18).all() and (out.sequences != M).all()
+        granted = torch.bincount(torch.tensor([r.row for r in out.revisions]).long(), minlength=3)
+        bound = torch.tensor([16, 18, 16]) + granted * ("cover" in str(sampler))
+        assert (out.nfe <= bound).all() and (out.sequences != M).all()
 
 
 @every_revocable
@@ -325,7 +327,7 @@ def test_revocation_reaches_committed_tokens():
         sure = torch.where(position_ids <= step + 2, 9.0, 1.0).where(position_ids != 1, 6.5)
         return torch.zeros(*ids.shape, 40).scatter(2, want[..., None], sure[..., None])
     d = Denoiser(Table(model), M)
-    for sampler, knobs in ((sample_wino, {}), (sample_cover, dict(max_seeds=1))):
+    for sampler, knobs in ((sample_wino, {}), (sample_cover, dict(max_seeds=1, tau_replace=.9))):
         out = sampler(d, [[1]], gen_length=16, block_length=16, threshold=.65, **knobs)
         assert [(r.position, r.old, r.new) for r in out.revisions] == [(1, 3, 4)], sampler
         assert out.generated[0].tolist() == [4, 5] + [7] * 14
@@ -373,9 +375,8 @@ HARSH = [partial(sample_wino, threshold=0.0, threshold_back=1.0),
          partial(sample_wino, threshold=1.0, threshold_back=1.0),
          partial(sample_saber, n=1), partial(sample_saber, n=9),
          *(partial(sample_cover, threshold=0.0, tau_replace=tau_replace, tau_remask=1.0,
-                   seed_share=1.0, max_checks=max_checks, **more)
-           for tau_replace in (0.0, 1.0) for max_checks in (1, 99)
-           for more in ({}, dict(remask_limit=False, closing=3)))]
+                   max_checks=max_checks, max_seeds=max_seeds)
+           for tau_replace in (0.0, 1.0) for max_checks in (1, 99) for max_seeds in (None, 2))]
 STUBBORN = dict(never_sure=lambda: torch.zeros(40, 40), flips=lambda: flips, moody=moody,
                 wants_the_mask=lambda: sharp_table([M] * 40),
                 wants_one_token=lambda: sharp_table([7] * 40))
@@ -385,7 +386,7 @@ STUBBORN = dict(never_sure=lambda: torch.zeros(40, 40), flips=lambda: flips, moo
 @pytest.mark.parametrize("make", STUBBORN.values(), ids=STUBBORN)
 def test_rules_that_take_back_all_they_may_end(sampler, make, monkeypatch):
     """CASES 7, 9: every token is doubted; shifted and plain; prompts of unequal lengths with
-    holes. Without a limit COVER's re-masks are bounded by its checks."""
+    holes. COVER's re-masks are bounded by its checks."""
     monkeypatch.setattr(dlm_spec, "seed_score", lambda u, d_in, d_out: torch.ones_like(u))
     for shift in (False, True):
         out = sampler(Denoiser(Table(make()), M, shift=shift), [[1, 2], [3, M, 4, M]],
@@ -393,7 +394,7 @@ def test_rules_that_take_back_all_they_may_end(sampler, make, monkeypatch):
         assert (out.sequences != M).all() and out.sequences[0, 2:4].tolist() == [1, 2]
         assert out.sequences[1, 0:3:2].tolist() == [3, 4]
         masks = torch.tensor([9, 11])
-        assert (out.nfe <= masks + len(out.revisions) + 2 * 3).all()
+        assert (out.nfe <= masks + len(out.revisions)).all()
         revised = {(r.row, r.position) for r in out.revisions}
         for a, b in itertools.pairwise(out.history):
             assert {tuple(at) for at in ((a != M) & (a != b)).nonzero().tolist()} <= revised

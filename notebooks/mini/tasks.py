@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Three families of small problems for the embedded model, with their graders.
 
-    MiniMath    word problems of 2 to 5 dependent steps; ends with `#### n`   (stands for GSM8K)
+    MiniMath    word problems of 1 to 5 dependent steps; ends with `#### n`   (stands for GSM8K)
     MiniChoice  four lettered options on facts and logic; ends with `Answer: X`   (for MMLU)
     MiniCode    "Write a function ..." -> a short Python function, graded by running it
                 (for HumanEval, MBPP)
@@ -12,8 +12,12 @@ independently of each other mix two right answers into a wrong one.
 
     for p in problems("math", "test", 3): print(p.prompt, p.answer, grade(p, p.answer))
 
+An *exam* is a prompt of several numbered problems of one family, with numbered answers; each
+is graded by itself. It makes long canvases out of the same problems.
+
 Splits are disjoint by construction: a problem's *key* (its numbers, its options, its program,
-but not its wording) is hashed, and the hash decides the split, whatever the seed.
+but not its wording) is hashed, and the hash decides the split, whatever the seed. An exam holds
+problems of its split alone.
 """
 import contextlib
 import hashlib
@@ -75,8 +79,38 @@ def problems(family, split, n, seed=0):
     return out
 
 
+@dataclass(frozen=True)
+class Exam:
+    """Several problems of one family in one prompt: "1. ...\\n2. ...", answered the same
+    way."""
+    family: str
+    problems: tuple
+
+    @property
+    def prompt(self):
+        """The numbered problems, each from a new line."""
+        return numbered(p.prompt for p in self.problems)
+
+    @property
+    def answer(self):
+        """One right answer: the numbered answers, each from a new line."""
+        return numbered(p.answer for p in self.problems)
+
+
+def numbered(texts):
+    """["a", "b"] -> "1. a\\n2. b"."""
+    return "\n".join(f"{i}. {text}" for i, text in enumerate(texts, 1))
+
+
+def exams(family, split, n, size=4, seed=0):
+    """`n` exams of `size` problems each; all problems are of the split, with distinct
+    prompts."""
+    some = problems(family, split, n * size, seed)
+    return [Exam(family, tuple(some[i * size:(i + 1) * size])) for i in range(n)]
+
+
 # ---------------------------------------------------------------------------------------------
-# MiniMath: v0, then v = v op k, two to five times. Values stay within 1..99,
+# MiniMath: v0, then v = v op k, one to five times. Values stay within 1..99,
 # operands are one digit.
 
 HE = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Raj", "Ali")
@@ -89,7 +123,8 @@ BOXES = ("box", "bag", "basket", "drawer", "jar", "chest")
 # One list of wordings per operation and scene. Fields: He/he/him/his, things, k, o (another
 # name).
 HAS = {
-    "+": ("{He} buys {k} more.", "{He} finds {k} more {things}.", "{o} gives {him} {k} {things}.",
+    "+": ("{He} buys {k} more.", "{He} finds {k} more {things}.", "{He} finds {k} more.",
+          "{He} buys {k} {things}.", "{o} gives {him} {k} {things}.",
           "{He} gets {k} {things} from {o}.", "{He} wins {k} more {things}."),
     "-": ("{He} loses {k}.", "{He} gives {k} {things} to {o}.", "{He} sells {k} of them.",
           "{He} gives away {k}.", "{o} takes {k} {things} from {him}."),
@@ -116,7 +151,7 @@ STEP_FORMS = ("{v} {op} {k} = {w};", "{op} {k} -> {w},", "now {v} {op} {k} is {w
 def _chain(rng):
     """[(v, op, k, w), ...] with w = v op k, every value in 1..99."""
     v, steps = rng.randint(2, 20), []
-    for _ in range(rng.randint(2, 5)):
+    for _ in range(rng.randint(1, 5)):
         choices = [("+", k) for k in range(1, 10) if v + k < 100]
         choices += [("-", k) for k in range(1, 10) if v - k > 0]
         scale = [("*", k) for k in (2, 3) if v * k < 100] + [("/", 2)] * (v % 2 == 0)
@@ -487,6 +522,15 @@ def grade_all(probs, texts):
     for i, mark in zip(code, grade_code([(probs[i], texts[i]) for i in code])):
         marks[i] = mark
     return marks
+
+
+def grade_exam(exam, text):
+    """A list of marks, one per problem of the exam: each is graded by the part of the text
+    that begins with its number at the start of a line, up to the next number."""
+    parts = re.split(r"(?m)^(\d+)\.", text)
+    found = dict(zip(parts[1::2], parts[2::2]))
+    texts = [found.get(str(i), "").strip() for i in range(1, len(exam.problems) + 1)]
+    return grade_all(exam.problems, texts)
 
 
 def grade_code(pairs, timeout=2.0):

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Train the embedded model: a masked-diffusion Llama on the three families of tasks.py.
 
-    python notebooks/mini/train.py --minutes 110    # from scratch, or on from the last checkpoint
-    python notebooks/mini/train.py --init notebooks/mini/model --lr 1e-3   # on from a model folder
+    python notebooks/mini/train.py                  # from nothing, or on from the last checkpoint
+    python notebooks/mini/train.py --hidden 96 --run run_small --out small    # the small drafter
+
+What is learned in which step stands in CURRICULUM. A batch depends on the seed and the number
+of its step alone, so a run that was stopped goes on as if it had not been.
 
 Every few minutes, and on Ctrl-C, it writes the state of the run (run/last.pt; the log is
 run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json,
@@ -11,21 +14,19 @@ replaced when they are whole.
 """
 import argparse
 import json
-import math
 import os
 import random
-import re
 import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -73,61 +74,89 @@ def build_tokenizer():
                                    clean_up_tokenization_spaces=False)
 
 
-def batches(tokenizer, size, seed, mix, skip=0, letters=0.5, hide=1.0, questions=""):
-    """Endless training batches (x, answer, attention_mask), each (size, L), of one family
-    each.
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training. Lengths are in tokens."""
+    steps: int
+    lr: tuple           # learning rate at its first and its last step; linear in between
+    mix: tuple          # shares of the families among the batches, in the order of tasks.FAMILIES
+    exams: float        # share of batches whose prompts hold two to four problems
+    canvas: int         # the longest canvas
+    letters: float      # share of the batches of multiple choice that teach the letter alone
+    hide: tuple         # the largest share of their other tokens that is hidden; first and last
 
-    Problems come in pools that are sorted by prompt length, so that little is padded: prompts
-    on the left, and answers by EOS up to a canvas length drawn per batch (decoding must work
-    on all). One family per batch, and in a share `letters` of the batches of multiple choice
-    only the letter is to be learned (of the rest up to a share `hide` is hidden): in a loss
-    averaged over tokens that one token drowns, and the model names the right option and a
-    letter at random. `questions`: a regular expression, multiple choice is then limited to
-    questions that begin like it.
+
+CURRICULUM = (
+    Stage(4000, lr=(2e-3, 2e-3), mix=(.45, .35, .2), exams=0, canvas=64, letters=.5, hide=(0, 1)),
+    Stage(8000, lr=(2e-3, 2e-3), mix=(.4, .3, .3), exams=.5, canvas=256, letters=.3, hide=(1, 1)),
+    Stage(4000, lr=(2e-3, 2e-5), mix=(.4, .3, .3), exams=.5, canvas=256, letters=.2, hide=(1, 1)))
+
+
+def stage_at(step, curriculum=CURRICULUM):
+    """The stage that a step belongs to, and how far the stage is: (Stage, 0 to 1)."""
+    for stage in curriculum:
+        if step < stage.steps:
+            return stage, step / stage.steps
+        step -= stage.steps
+    return stage, 1.0
+
+
+def between(ends, share):
+    """The number at a share of the way from the first to the second of two."""
+    return ends[0] + (ends[1] - ends[0]) * share
+
+
+def batch(tokenizer, step, *, tokens, seed=0, curriculum=CURRICULUM):
+    """The training batch of a step: (what, x, answer, attention_mask), the last three (B, L).
+
+    what: the family, or "letter". x: prompts, padded on the left, then answers, filled up by
+    EOS to a canvas length drawn per batch (decoding must work on all). answer: the tokens that
+    are to be learned, of which the loss hides a random share. tokens: at most B * L, unless
+    one row is longer.
+
+    All rows are of one family: in a loss averaged over tokens the letter of a multiple choice
+    drowns, and the model names the right option and a letter at random. For the same reason
+    some batches ask for the letter alone. A quarter of the others is cut in three, as block by
+    block decoding leaves a canvas: known, to be learned, and still all masks.
     """
-    pool_number, weights = 0, [mix[f] for f in tasks.FAMILIES]
-    counts = [round(32 * w / sum(weights)) for w in weights]        # batches per pool
+    stage, share = stage_at(step, curriculum)
+    rng = random.Random(f"{seed}/{step}")
+    coin = torch.Generator().manual_seed(rng.getrandbits(32))
+    family, = rng.choices(tasks.FAMILIES, stage.mix)
+    size = rng.randint(2, 4) if rng.random() < stage.exams else 1
+    # Of four times as many rows, sorted by the length of their prompts, a part: little padding.
+    n = max(1, tokens // (70 * size))
+    rows = (tasks.problems(family, "train", 4 * n, seed=(seed, step)) if size == 1 else
+            tasks.exams(family, "train", 4 * n, size, seed=(seed, step)))
+    rows.sort(key=lambda row: len(row.prompt))
+    at = n * rng.randrange(4)
+    rows = rng.sample(rows[at:at + n], n)
+    prompts, answers = (tokenizer(texts, add_special_tokens=False)["input_ids"]
+                        for texts in ([r.prompt for r in rows], [r.answer for r in rows]))
     user, assistant, eos, pad, said = (
         tokenizer.convert_tokens_to_ids(s)
         for s in ("<|user|>", "<|assistant|>", "<|eos|>", "<|pad|>", "Answer"))
-    while True:
-        rng = random.Random(f"{seed}/{pool_number}")
-        pool_number += 1
-        if skip >= sum(counts):        # resumed: these batches were seen
-            skip -= sum(counts)
-            continue
-        chunks = []
-        for family, n in zip(tasks.FAMILIES, counts):
-            probs = tasks.problems(family, "train", n * size * (4 if questions else 1),
-                                   seed=f"{seed}/{pool_number}")
-            if family == "choice":
-                probs = [p for p in probs if re.match(questions, p.prompt)][:n * size]
-            prompts, answers = (tokenizer(texts, add_special_tokens=False)["input_ids"] if texts
-                                else [] for texts in ([p.prompt for p in probs],
-                                                      [p.answer for p in probs]))
-            rows = [([user] + p + [assistant], a + [eos]) for p, a in zip(prompts, answers)]
-            rng.shuffle(rows)
-            rows.sort(key=lambda r: len(r[0]) // 8)
-            chunks += [rows[i:i + size] for i in range(0, len(rows), size)]
-        rng.shuffle(chunks)
-        for i, chunk in enumerate(chunks):
-            P, G = max(len(p) for p, _ in chunk), max(len(a) for _, a in chunk)
-            coin = torch.Generator().manual_seed(rng.getrandbits(32))
-            G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .75
-                 else max(G, rng.choice((48, 64, 64))))
-            if i < skip:
-                continue
-            x = torch.tensor([[pad] * (P - len(p)) + p + a + [eos] * (G - len(a))
-                              for p, a in chunk])
-            real = torch.tensor([[0] * (P - len(p)) + [1] * (len(p) + G) for p, _ in chunk])
-            answer = (torch.arange(P + G) >= P).expand(x.shape)
-            letter = F.pad(answer & (x == said), (2, 0))[:, :-2]
-            if letter.any(1).all() and torch.rand((), generator=coin) < letters:
-                t = hide * torch.rand(len(x), 1, generator=coin)
-                hidden = answer & ~letter & (torch.rand(x.shape, generator=coin) < t)
-                x, answer = x.masked_fill(hidden, tokenizer.mask_token_id), letter
-            yield x, answer, real
-        skip = 0
+    P, G = max(map(len, prompts)) + 2, max(map(len, answers)) + 1
+    G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .6
+         else rng.randint(G, max(G, stage.canvas)))
+    n = max(1, tokens // (P + G))
+    rows = [[pad] * (P - 2 - len(p)) + [user, *p, assistant, *a] + [eos] * (G - len(a))
+            for p, a in zip(prompts[:n], answers)]
+    x = torch.tensor(rows)                                                          # (B, L)
+    real, place = (x != pad).long(), torch.arange(P + G) - P
+    answer = (place >= 0).expand(x.shape)
+    letter = F.pad(answer & (x == said), (2, 0))[:, :-2]
+    if family == "choice" and rng.random() < stage.letters:
+        hidden = between(stage.hide, share) * torch.rand(len(x), 1, generator=coin)
+        hidden = answer & ~letter & (torch.rand(x.shape, generator=coin) < hidden)
+        return "letter", x.masked_fill(hidden, tokenizer.mask_token_id), letter, real
+    if rng.random() < .25:
+        block = rng.choice((8, 16, 32, 64))
+        length = torch.tensor([len(a) + 1 for a in answers[:n]])
+        start = (torch.rand(len(x), generator=coin) * length).long()[:, None]
+        answer = (place >= start) & (place < start + block)
+        x = x.masked_fill(place >= start + block, tokenizer.mask_token_id)
+    return family, x, answer, real
 
 
 def save_atomically(write, path):
@@ -152,6 +181,18 @@ def save_model(model, weights, tokenizer, folder):
         save_file(tensors, Path(new, "model.safetensors"), {"format": "pt"})
         for path in Path(new).iterdir():
             os.replace(path, folder / path.name)
+
+
+@torch.no_grad()
+def start_numbers_on_circles(embedding, tokenizer, periods=(2, 5, 10, 20, 50, 100)):
+    """Let the embeddings of the numbers 0 to 99 start out as points on circles, one for each
+    period: numbers next to each other are alike, and adding is a turn, as in the arithmetic
+    that such models come to by themselves after a long time (arXiv 2301.05217)."""
+    size = embedding.std()
+    for n in range(100):
+        angle = 2 * torch.pi * n / torch.tensor(periods)
+        at = torch.cat([angle.cos(), angle.sin()])
+        embedding[tokenizer.convert_tokens_to_ids(str(n)), :len(at)] = 3 * size * at
 
 
 def forget_after(log, step):
@@ -194,61 +235,61 @@ def start_as_neighbour_heads(layer, offsets=(-2, -1, 1, 2)):
         attention.q_proj.bias[h * d:(h + 1) * d] = 6 * turned
 
 
-def main():
-    cli = argparse.ArgumentParser(description=__doc__,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--minutes", type=float, default=110,
-                     help="training time in all, resumed runs included")
-    cli.add_argument("--steps", type=int, help="steps in all, instead of --minutes")
-    cli.add_argument("--batch", type=int, default=128)
-    cli.add_argument("--lr", type=float, default=3e-3)
-    cli.add_argument("--seed", type=int, default=0)
-    cli.add_argument("--hidden", type=int, default=192)
-    cli.add_argument("--layers", type=int, default=7)
-    cli.add_argument("--mix", default="math=1,choice=1,code=.5",
-                     help="share of each family among the batches")
-    cli.add_argument("--letters", type=float, default=0.5,
-                     help="share of the batches of multiple choice that teach the letter alone")
-    cli.add_argument("--hide", type=float, default=1.0,
-                     help="the largest share of the rest that these batches hide")
-    cli.add_argument("--questions", default="",
-                     help="multiple choice only with questions that begin like this regex")
-    cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
-    cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
-    cli.add_argument("--init", type=Path, help="a model folder whose weights to start from")
-    cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
-    args = cli.parse_args()
-    if args.hidden < 48 or args.hidden % 48:
-        cli.error(f"--hidden is {args.hidden}, expected a multiple of 48, a head's size")
-
-    torch.manual_seed(args.seed)
-    tokenizer = (build_tokenizer() if args.init is None
-                 else PreTrainedTokenizerFast.from_pretrained(args.init))
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.hidden,
-                         num_hidden_layers=args.layers, num_attention_heads=args.hidden // 48,
-                         num_key_value_heads=args.hidden // 48,
-                         intermediate_size=args.hidden * 8 // 3, max_position_embeddings=4096,
+def build_model(tokenizer, hidden, layers):
+    """A stock Llama with four heads, tied embeddings and attention biases."""
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers,
+                         num_attention_heads=4, num_key_value_heads=4,
+                         intermediate_size=hidden * 8 // 3, max_position_embeddings=4096,
                          attention_bias=True, tie_word_embeddings=True,
                          mask_token_id=tokenizer.mask_token_id,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
                          bos_token_id=None)
     model = LlamaForCausalLM(config)
     start_as_neighbour_heads(model.model.layers[0])
+    start_numbers_on_circles(model.model.embed_tokens.weight, tokenizer)
     model.set_attn_implementation("dlm_spec")
-    if args.init is not None:
-        given = load_file(args.init / "model.safetensors")
-        model.load_state_dict({k: given.get(k, given["model.embed_tokens.weight"]).float()
-                               for k in model.state_dict()})
+    return model
+
+
+def loss_of(model, x, answer, real, tokenizer, generator):
+    """The loss of a batch per answer token up to the first EOS: what fills the canvas up is
+    soon learned, and its share must not decide how much a batch counts."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = mdlm_loss(model, x, answer, mask_id=tokenizer.mask_token_id, attention_mask=real,
+                         weighted=False, generator=generator)
+    filling = ((x == tokenizer.eos_token_id) & answer).int().cumsum(1) > 1
+    return loss * (answer.sum() / (answer & ~filling).sum())
+
+
+def main():
+    """The command line."""
+    cli = argparse.ArgumentParser(description=__doc__,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--steps", type=int, help="stop after so many steps (default: all)")
+    cli.add_argument("--tokens", type=int, default=6144, help="tokens per batch")
+    cli.add_argument("--seed", type=int, default=0)
+    cli.add_argument("--hidden", type=int, default=192)
+    cli.add_argument("--layers", type=int, default=7)
+    cli.add_argument("--run", type=Path, default=HERE / "run", help="state and log of the run")
+    cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
+    cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
+    args = cli.parse_args()
+    if args.hidden < 8 or args.hidden % 8:
+        cli.error(f"--hidden is {args.hidden}, expected a multiple of 8: four heads of even size")
+
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, args.hidden, args.layers)
     average = {k: v.clone() for k, v in model.state_dict().items()}
-    opts = optimizers(model, args.lr)
+    opts = optimizers(model, 1.0)
     generator = torch.Generator().manual_seed(args.seed)
-    step, spent, losses, state_file = 0, 0.0, [], args.run / "last.pt"
+    step, spent, losses, state_file = 0, 0.0, {}, args.run / "last.pt"
     args.run.mkdir(parents=True, exist_ok=True)
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         model.load_state_dict(state["model"])
         average, step, spent = state["average"], state["step"], state["spent"]
-        losses = state.get("losses", [])
+        losses = state["losses"]
         generator.set_state(state["generator"])
         for opt, s in zip(opts, state["opts"]):
             opt.load_state_dict(s)
@@ -262,33 +303,24 @@ def main():
         save_model(model, average, tokenizer, args.out)
 
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} words")
-    mix = {k: float(v) for k, v in (item.split("=") for item in args.mix.split(","))}
-    fast, total, saved = torch.compile(model, dynamic=True), args.minutes * 60, spent
+    steps = args.steps or sum(stage.steps for stage in CURRICULUM)
     forget_after(args.run / "log.jsonl", step)
     interrupted = []                    # Ctrl-C ends the step and saves; a second one ends at once
 
     def interrupt(*_):
         interrupted.append(signal.signal(signal.SIGINT, before))
     before = signal.signal(signal.SIGINT, interrupt)
-    bar = tqdm(total=None if args.steps else round(total), initial=round(spent), unit="s",
-               mininterval=5)
-    clock = time.monotonic()
-    with open(args.run / "log.jsonl", "a") as log, sdpa_kernel(SDPBackend.MATH):
-        for x, answer, real in batches(tokenizer, args.batch, args.seed, mix, step, args.letters,
-                                       args.hide, args.questions):
-            done = min(step / args.steps if args.steps else spent / total, 1.0)
-            lr = (args.lr * min(1, (step + 1) / 200)
-                  * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2))
+    bar = tqdm(total=steps, initial=step, unit="step", mininterval=5)
+    clock, saved = time.monotonic(), spent
+    with open(args.run / "log.jsonl", "a") as log:
+        while step < steps and not interrupted:
+            stage, share = stage_at(step)
+            lr = between(stage.lr, share) * min(1, (step + 1) / 200)
             for opt, factor in zip(opts, (2, 1)):
                 for group in opt.param_groups:
                     group["lr"] = lr * factor
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = mdlm_loss(fast, x, answer, mask_id=tokenizer.mask_token_id,
-                                 attention_mask=real, weighted=False, generator=generator)
-            # Per token up to the first EOS: padding is soon learned, and its share must not
-            # decide how much a batch counts.
-            padding = ((x == tokenizer.eos_token_id) & answer).int().cumsum(1) > 1
-            loss = loss * (answer.sum() / (answer & ~padding).sum())
+            what, x, answer, real = batch(tokenizer, step, tokens=args.tokens, seed=args.seed)
+            loss = loss_of(model, x, answer, real, tokenizer, generator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for opt in opts:
@@ -300,21 +332,20 @@ def main():
                 for k, v in model.state_dict().items():
                     average[k].lerp_(v, 1 - keep)
             now = time.monotonic()
-            bar.update(round(spent + now - clock) - bar.n)
             spent, clock = spent + now - clock, now
-            losses.append(loss.item())
+            losses.setdefault(what, []).append(loss.item())
+            bar.update()
             if step % 50 == 0:
-                mean, losses = sum(losses) / len(losses), []
-                log.write(json.dumps({"step": step, "seconds": round(spent, 1),
-                                      "loss": round(mean, 5), "lr": lr}) + "\n")
+                means = {k: round(sum(v) / len(v), 4) for k, v in sorted(losses.items())}
+                losses = {}
+                log.write(json.dumps({"step": step, "seconds": round(spent, 1), "lr": lr,
+                                      "loss": means}) + "\n")
                 log.flush()
-                bar.set_postfix(step=step, loss=f"{mean:.4f}")
-            end = step >= args.steps if args.steps else spent >= total
-            if spent - saved > args.save_every * 60 or end or interrupted:
+                bar.set_postfix(means)
+            if spent - saved > args.save_every * 60:
                 saved = spent
                 save()
-            if end or interrupted:
-                break
+    save()
     bar.close()
     signal.signal(signal.SIGINT, before)
     if interrupted:
