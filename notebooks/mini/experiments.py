@@ -1,118 +1,201 @@
 # SPDX-License-Identifier: MIT
-"""The experiments of notebooks 03 and 04: samplers against each other on the embedded model.
+"""The experiments of the notebooks: samplers against each other on the embedded model.
 
-    python notebooks/mini/experiments.py sweep -n 300        # choose knobs, on the validation split
-    python notebooks/mini/experiments.py test -n 2000        # the chosen ones, on the test split
-    python notebooks/mini/experiments.py table               # what there is, in markdown
+    python notebooks/mini/experiments.py run validation -n 300     # every setting, to choose from
+    python notebooks/mini/experiments.py choose                    # by the rule of `choose`
+    python notebooks/mini/experiments.py run test -n 2000          # every setting, once
+    python notebooks/mini/experiments.py run validation -n 1000 --settings ablations
+    python notebooks/mini/experiments.py run test -n 100 --gen-length 256 --block-length 32 --exam 4
+    python notebooks/mini/experiments.py table
 
-Results go into notebooks/results/<split>_<family>.json, a record per sampler and knobs with
-one mark (0 or 1) per problem, so that every comparison can be paired. A run that was stopped
-goes on where it was; records of at least n problems are kept, shorter ones are continued.
+Results go into notebooks/results/<split>_<family>_<length>[_<block length>].json, a record per
+setting with one mark (0 or 1) per problem, so that every comparison can be paired. A run that
+was stopped goes on where it was; records of at least n prompts are kept, shorter ones are
+continued. Seconds are processor time of one thread (set OMP_NUM_THREADS=1).
 """
 import argparse
-import itertools
 import json
+import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import command_line
 import tasks
+import torch
 from evaluate import evaluate
 
 import dlm_spec
 
 RESULTS = HERE.parent / "results"
-G = 64
-THRESHOLDS = (0.4, 0.5, 0.6, 0.7, 0.8)
-# COVER with two additions of this module (spacing, closing), and thresholds that replace
-# sooner
-CHECKED = dict(spacing=4, closing=8, tau_replace=0.5, tau_remask=0.5)
-# COVER that re-masks what it doubts instead of replacing it (unless the new token has a
-# probability of 1), without a limit per forward, and commits at most as many tokens per
-# forward as WINO does
-REMASKING = dict(tau_replace=1.0, tau_remask=0.5, remask_limit=False, commit_cap=True, closing=2,
-                 max_seeds=16, seed_share=0.5, max_checks=4)
 
 
-def sweep():
-    """Settings to choose from, as (sampler, knobs)."""
-    yield from (("fast_dllm", dict(threshold=t)) for t in (*THRESHOLDS, 0.9))
-    yield from (("wino", dict(threshold=t)) for t in (0.3, *THRESHOLDS[:4]))
-    yield from (("saber", dict(n=n)) for n in (1, 2, 4))
-    yield from (("cover", dict(threshold=t)) for t in THRESHOLDS)
-    yield from (("cover", dict(threshold=t, **CHECKED)) for t in THRESHOLDS)
-    yield from (("cover", dict(threshold=t, **REMASKING)) for t in THRESHOLDS[:4])
-    yield from (("cover", dict(threshold=0.4) | REMASKING | more) for more in (
-        dict(closing=1), dict(closing=4), dict(remask_limit=True), dict(commit_cap=False),
-        dict(tau_replace=0.5), dict(max_seeds=64, seed_share=1.0, max_checks=8)))
-    for more in (dict(closing=0), dict(spacing=0), dict(tau_replace=0.9, tau_remask=0.2),
-                 dict(seed_share=1.0, max_seeds=16), dict(cache="prefix"),
-                 dict(cache="prefix", refresh=2)):
-        yield "cover", dict(threshold=0.6) | CHECKED | more
-    for cache in (None, "dual"):
-        yield from (("dual_diffusion", dict(threshold=t, draft_steps=2, cache=cache))
-                    for t in THRESHOLDS[:4])
-    for more in (dict(draft_steps=1), dict(draft_steps=4), dict(draft_steps=2, adaptive=True),
-                 dict(draft_steps=2, view="cover"), dict(draft_steps=2, view="visible")):
-        yield "dual_diffusion", dict(threshold=0.5, cache=None) | more
-    yield from (("fast_dllm", dict(threshold=t, cache="dual")) for t in (0.5, 0.7, 0.9))
+class Setting(NamedTuple):
+    """A row of a table: a decoder, what is varied in it, whose it is, and how it is run."""
+    decoder: str
+    value: str
+    whose: str          # the paper whose method and numbers these are, or "ours"
+    sampler: str
+    knobs: dict
 
 
-DUAL, DRAFT = dict(cache="dual"), dict(draft_steps=2)
-CHOSEN = [      # one setting of each method, for all families
-    ("llada", dict(steps=G)), ("llada", dict(steps=16)), ("cover", dict(threshold=0.7, **CHECKED)),
-    ("wino", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.9)),
-    ("fast_dllm", dict(threshold=0.6)), ("fast_dllm", dict(threshold=0.6, **DUAL)),
-    ("dual_diffusion", dict(threshold=0.5, cache=None, **DRAFT)),
-    ("dual_diffusion", dict(threshold=0.6, **DUAL, **DRAFT)),
-    ("cover", dict(threshold=0.7, cache="prefix", refresh=2, **CHECKED)),
-    ("wino", dict(threshold=0.4)), ("cover", dict(threshold=0.6)),
-    ("cover", dict(threshold=0.7, **REMASKING))]
-NAMES = {"llada": "LLaDA", "fast_dllm": "threshold", "dkv": "dKV", "wino": "WINO",
-         "dual_diffusion": "DualDiffusion", "saber": "Saber", "cover": "COVER"}
-# forwards against accuracy, for notebook 01
-STEPS = [("llada", dict(steps=steps)) for steps in (4, 8, 16, 32, G)]
-CURVES = [      # more settings of each, for cost against accuracy on MiniMath
-    *(("cover", dict(threshold=t, **CHECKED)) for t in (0.4, 0.5, 0.6)),
-    *(("cover", dict(threshold=t, **REMASKING)) for t in (0.4, 0.5, 0.6)),
-    ("fast_dllm", dict(threshold=0.7)), ("wino", dict(threshold=0.5)),
-    *(("fast_dllm", dict(threshold=t, **DUAL)) for t in (0.7, 0.9)),
-    *(("saber", dict(n=n)) for n in (4, 8)),
-    ("dual_diffusion", dict(threshold=0.6, cache=None, **DRAFT)), ("cover", dict(threshold=0.5)),
-    ("dual_diffusion", dict(threshold=0.7, **DUAL, **DRAFT)), ("fast_dllm", dict(threshold=0.5)),
-    ("wino", dict(threshold=0.3)), ("dual_diffusion", dict(threshold=0.4, cache=None, **DRAFT))]
+def settings():
+    """All settings by name, as {name: Setting}; the thresholds are the same for all."""
+    out = {}
+
+    def add(name, decoder, value, whose, sampler, **knobs):
+        out[name] = Setting(decoder, value, whose, sampler, knobs)
+
+    for n, word in ((1, "one"), (2, "two"), (4, "four"), (8, "eight"), (16, "sixteen")):
+        add(f"{word}-per-forward", "LLaDA", f"{n} per forward", "LLaDA", "llada", per_forward=n)
+    for t in (.5, .6, .7, .8, .9):
+        whose, t_ = "Fast-dLLM" if t == .9 else "Fast-dLLM, our threshold", f"{t:g}"[1:]
+        add(f"threshold{t_}", "threshold", t_, whose, "fast_dllm", threshold=t)
+        for cache in ("prefix", "dual"):
+            add(f"threshold{t_}-{cache}", f"threshold, {cache} cache", t_, whose, "fast_dllm",
+                threshold=t, cache=cache)
+        add(f"dkv{t_}", "dKV", t_, "dKV-Cache, Fast-dLLM's rule", "dkv", threshold=t)
+    # DualDiffusion as its paper words it: the verifier sees the draft as it is, K = 16, four
+    # rounds. The thresholds are not in the text that we have.
+    published = dict(view="visible", draft_steps=16, max_rounds=4, threshold=.9)
+    for name, rule in (("trust", {}), ("kl", {}), ("confidence", dict(of="max"))):
+        add(f"dual_diffusion-{name}", f"DualDiffusion, {name}", "K 16, 4 rounds", "DualDiffusion",
+            "dual_diffusion", **published, verify=name, **rule)
+    # Then what we change, one thing at a time: fewer forwards per round and no limit on rounds;
+    # the probability of the token; the token judged without itself (WINO's shadow block).
+    changes = dict(K=dict(view="visible", verify="confidence", of="max"),
+                   token=dict(view="visible", verify="confidence"),
+                   out=dict(), cover=dict(view="cover"))
+    words = dict(K="largest probability", token="probability of the token",
+                 out="leave one out", cover="leave one out by COVER's view")
+    for name, knobs in changes.items():
+        for t in (.5, .6, .7, .9) if name == "out" else (.6, .9):
+            add(f"dual_diffusion-{name}{t:g}".replace("0.", "."),
+                f"DualDiffusion, {words[name]}", f"{t:g}"[1:], "ours", "dual_diffusion",
+                draft_steps=2, threshold=t, **knobs)
+    add("dual_diffusion-exact.5", "DualDiffusion, leave one out, no cache", ".5", "ours",
+        "dual_diffusion", draft_steps=2, threshold=.5, cache=None)
+    for t in (.3, .4, .5, .6, .7):
+        t_ = f"{t:g}"[1:]
+        add(f"wino{t_}", "WINO", t_, "WINO" if t >= .6 else "WINO, our threshold", "wino",
+            threshold=t)
+    for n in (2, 4, 8):
+        add(f"saber{n}", "Saber", f"n {n}", "Saber" if n == 2 else "Saber, our n", "saber", n=n)
+    # COVER as its paper words it: few seeds by score, replaced when sure. The numbers are ours,
+    # there are none in the text that we have.
+    few = dict(max_seeds=8, max_checks=2, tau_replace=.9, tau_remask=.2, commit_cap=False)
+    for t in (.5, .6, .7):
+        add(f"cover-few{t:g}".replace("0.", "."), "COVER, few seeds", f"{t:g}"[1:], "COVER",
+            "cover", threshold=t, **few)
+    for t in (.4, .5, .6, .7, .8):
+        t_ = f"{t:g}"[1:]
+        add(f"cover{t_}", "COVER, all seeds", t_, "ours", "cover", threshold=t)
+    for t in (.5, .7):
+        add(f"cover{t:g}-prefix".replace("0.", "."), "COVER, all seeds, prefix cache",
+            f"{t:g}"[1:], "ours", "cover", threshold=t, cache="prefix")
+    return out
 
 
-def run(settings, split, n, families=tasks.FAMILIES, batch_size=100):
-    """Evaluate settings on n problems of each family; all records so far come back."""
+def ablations():
+    """Parts of COVER taken out or changed, as {name: Setting}; `without`: see PATCHES."""
+    out = {}
+    for threshold in (.5, .7):
+        for seeds in (None, 4):
+            for part in (None, "override", "correction"):
+                name = f"{part or 'nothing'} out, {seeds or 'all'} seeds, {threshold:g}"
+                out[name] = dict(threshold=threshold, max_seeds=seeds, without=part)
+        for part in ("u alone", "random score", "inverted score", "d_in", "d_out"):
+            out[f"{part}, 4 seeds, {threshold:g}"] = dict(threshold=threshold, max_seeds=4,
+                                                          without=part)
+        for seeds in (1, 2, 8):
+            out[f"{seeds} seeds, {threshold:g}"] = dict(threshold=threshold, max_seeds=seeds)
+        out[f"no cap, {threshold:g}"] = dict(threshold=threshold, commit_cap=False)
+        out[f"2 checks, {threshold:g}"] = dict(threshold=threshold, max_checks=2)
+        out[f"replace at .9, {threshold:g}"] = dict(threshold=threshold, tau_replace=.9)
+    return {name: Setting("COVER", name, "ours", "cover", knobs) for name, knobs in out.items()}
+
+
+class MaskedForAll(dlm_spec.DualView):
+    """COVER without its override: seeds are M for everybody."""
+    def begin(self, rows, columns, tokens):
+        """As in DualView."""
+        seeds = self.seeds[rows]
+        seeds = seeds if columns is None else seeds.gather(1, columns)
+        self.seeds = torch.zeros_like(self.seeds)
+        return super().begin(rows, columns, tokens.masked_fill(seeds, self.mask_id))
+
+
+class Uncorrected(dlm_spec.DualView):
+    """COVER without its diagonal correction: a seed sees its own stored token."""
+    def correct(self, out, *_):
+        """As in DualView."""
+        return out
+
+
+PATCHES = {     # what an ablation puts in the place of a part of the module
+    "override": ("DualView", MaskedForAll), "correction": ("DualView", Uncorrected),
+    "u alone": ("seed_score", lambda u, d_in, d_out: u),
+    "random score": ("seed_score", lambda u, d_in, d_out: torch.rand_like(u) + 1e-6),
+    "inverted score": ("seed_score", lambda u, d_in, d_out: 1 / (1e-6 + u * (1 + d_in)
+                                                                 / (1 + d_out))),
+    "d_in": ("seed_score", lambda u, d_in, d_out: u / (1 + d_out)),
+    "d_out": ("seed_score", lambda u, d_in, d_out: u * (1 + d_in))}
+
+
+def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
+    """`evaluate` with a setting."""
+    knobs = {"gen_length": gen_length, "block_length": block_length} | setting.knobs
+    if "per_forward" in knobs:
+        knobs["steps"] = gen_length // knobs.pop("per_forward")
+    part = knobs.pop("without", None)
+    sampler = dlm_spec.SAMPLERS[setting.sampler]
+    with mock.patch.object(dlm_spec, *PATCHES.get(part, ("EXAMPLE", dlm_spec.EXAMPLE))):
+        return evaluate(denoiser, sampler, problems,
+                        **command_line.named_knobs(sampler, knobs), **how)
+
+
+def path_of(split, family, gen_length=64, block_length=None):
+    """The file of these records."""
+    block = "" if block_length in (None, gen_length) else f"_{block_length}"
+    return RESULTS / f"{split}_{family}_{gen_length}{block}.json"
+
+
+def prompts(split, family, n, exam=1):
+    """The problems, or exams, of a run."""
+    return (tasks.problems(family, split, n) if exam == 1 else
+            tasks.exams(family, split, n, exam))
+
+
+def run(chosen, split, n, families=tasks.FAMILIES, gen_length=64, block_length=None, exam=1,
+        batch_size=100):
+    """Evaluate settings, {name: Setting}, on n prompts of each family, and write the
+    records."""
     RESULTS.mkdir(exist_ok=True)
-    denoiser, everything = dlm_spec.load_denoiser(), []
+    denoiser = dlm_spec.load_denoiser()
     for family in families:
-        path, problems = RESULTS / f"{split}_{family}.json", tasks.problems(family, split, n)
-        records = json.loads(path.read_text()) if path.exists() else []
-        for name, knobs in settings:
-            same = [r for r in records if (r["sampler"], r["knobs"]) == (name, knobs)]
+        path = path_of(split, family, gen_length, block_length)
+        some = prompts(split, family, n, exam)
+        for name, setting in chosen.items():
+            records = json.loads(path.read_text()) if path.exists() else []
+            same = [r for r in records if r["name"] == name]
             so_far = same[0] if same else dict(n=0, marks="")
-            if so_far["n"] >= n:
+            done = so_far["n"] // exam
+            if done >= n:
                 continue
-            sampler = dlm_spec.SAMPLERS[name]
-            given = command_line.named_knobs(sampler, {"gen_length": G, "block_length": G} | knobs)
-            r = evaluate(denoiser, sampler, problems[so_far["n"]:], batch_size=batch_size, **given)
-            records = [old for old in records if old not in same]
-            records.append({"family": family, "sampler": name, "knobs": knobs, "split": split,
-                            **together(so_far, r)})
+            r = decode_and_grade(denoiser, setting, some[done:], gen_length,
+                                 block_length or gen_length, batch_size=batch_size)
+            new = {"name": name, "exam": exam, "knobs": setting.knobs, **together(so_far, r)}
+            records = [old for old in records if old not in same] + [new]
             tmp = path.with_suffix(".tmp")
             tmp.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
             tmp.replace(path)
-            r = records[-1]
-            percent = 100 * r["right"] / r["n"]
-            print(f"{family:6s} {name:14s} {json.dumps(knobs):60s} {percent:5.1f} % "
-                  f"{r['nfe']:5.1f} forwards {r['positions']:6.0f} positions {r['seconds']:4.0f} s "
-                  f"{r['revisions'].get('events', 0)} revisions", flush=True)
-        everything += records
-    return everything
+            print(f"{family:6s} {name:28s} {100 * new['right'] / new['n']:5.1f} % "
+                  f"{new['nfe']:5.1f} forwards {new['positions']:6.0f} positions "
+                  f"{new['tokens'] * new['n'] / exam / new['seconds']:6.1f} tokens/s "
+                  f"{new['revisions'].get('events', 0)} revisions", flush=True)
 
 
 def together(a, b):
@@ -121,114 +204,182 @@ def together(a, b):
     n = a["n"] + b["n"]
     marks = a["marks"] + "".join("01"[m] for m in b["marks"])
     sums = {k: a.get(k, 0) + b[k] for k in ("right", "seconds")}
-    means = {k: (a.get(k, 0) * a["n"] + b[k] * b["n"]) / n for k in ("nfe", "positions")}
+    means = {k: (a.get(k, 0) * a["n"] + b[k] * b["n"]) / n for k in ("nfe", "positions", "tokens")}
     return dict(n=n, **sums, **means, marks=marks,
                 revisions={k: a.get("revisions", {}).get(k, 0) + v
                            for k, v in b["revisions"].items()})
 
 
-def read(split, family):
-    """The records there are, those of the most problems alone."""
-    path = RESULTS / f"{split}_{family}.json"
+def read(split, family, gen_length=64, block_length=None):
+    """The records there are, {name: record}, those of the most problems alone, with the
+    seconds per prompt as `cpu` and the clusters of their problems."""
+    path = path_of(split, family, gen_length, block_length)
     records = json.loads(path.read_text()) if path.exists() else []
-    return [r for r in records if r["n"] == max(o["n"] for o in records)]
+    records = [r for r in records if r["n"] == max(o["n"] for o in records)]
+    if not records:
+        return {}
+    found = prompts(split, family, records[0]["n"] // records[0]["exam"], records[0]["exam"])
+    clusters = clusters_of(found)
+    return {r["name"]: r | {"cpu": r["seconds"] / len(found), "clusters": clusters}
+            for r in records}
 
 
-def curves(split, family):
-    """The records by decoder, cheapest first: {name: [record, ...]}."""
-    out = {}
-    for r in sorted(read(split, family), key=lambda r: r["nfe"]):
-        out.setdefault(decoder(r), []).append(r)
+def clusters_of(found):
+    """For each mark the cluster it belongs to: prompts of one program hang together, and so do
+    the problems of one exam; all others stand alone."""
+    out = []
+    for i, p in enumerate(found):
+        if isinstance(p, tasks.Exam):
+            out += [i] * len(p.problems)
+        else:
+            out.append(p.key if p.family == "code" else i)
     return out
 
 
-def decoder(r):
-    """A record's decoder and settings in words, without the threshold."""
-    k, name = r["knobs"], NAMES[r["sampler"]]
-    how = "re-masking" if k.get("commit_cap") else "closing" if k.get("closing") else ""
-    return ", ".join([name, *([how] if how else []),
-                      *([f"{k['cache']} cache"] if k.get("cache") else [])])
+# ---------------------------------------------------------------------------------------------
+# Comparisons.
+
+def mean_and_error(values, clusters):
+    """The mean of values, and its standard error when those of a cluster hang together."""
+    n = len(values)
+    mean, sums = sum(values) / n, {}
+    for v, c in zip(values, clusters):
+        sums[c] = sums.get(c, 0.0) + v - mean
+    return mean, sum(s * s for s in sums.values()) ** .5 / n
 
 
-def setting(r):
-    """A record's threshold (or n, or steps) as it is written in a table."""
-    k = r["knobs"]
-    return f"{k['threshold']:g}"[1:] if "threshold" in k else f"n {k['n']}" if "n" in k else (
-        f"{G // k['steps']} per forward")
-
-
-def marks_at(curve, cost, value):
-    """The marks of a decoder at a cost ("nfe" or "positions"), in proportion from those of
-    its two records on either side; None where it has none on one side."""
-    curve = sorted(curve, key=lambda r: r[cost])
-    for low, high in itertools.pairwise(curve):
-        if low[cost] <= value <= high[cost]:
-            w = (value - low[cost]) / (high[cost] - low[cost])
-            return [(1 - w) * int(a) + w * int(b) for a, b in zip(low["marks"], high["marks"])]
-    return None
+def accuracy(r):
+    """Per cent right and the 95 % Wilson interval: (p, low, high). With clusters it is that of
+    fewer problems: as many as would give this standard error if each stood alone."""
+    p, error = mean_and_error([int(m) for m in r["marks"]], r["clusters"])
+    n = r["n"] if error == 0 else min(r["n"], p * (1 - p) / error ** 2)
+    z = 1.96
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return 100 * p, 100 * (centre - half), 100 * (centre + half)
 
 
 def paired(a, b):
-    """Difference of two lists of marks in points, and its 95 % interval: (d, low, high)."""
-    d = [float(x) - float(y) for x, y in zip(a, b)]
-    n, mean = len(d), sum(d) / len(d)
-    half = 1.96 * ((sum(v * v for v in d) / n - mean * mean) / n) ** .5
-    return 100 * mean, 100 * (mean - half), 100 * (mean + half)
+    """The accuracy of record a above that of b in points, with its 95 % interval."""
+    differences = [int(x) - int(y) for x, y in zip(a["marks"], b["marks"])]
+    mean, error = mean_and_error(differences, a["clusters"])
+    return 100 * mean, 100 * (mean - 1.96 * error), 100 * (mean + 1.96 * error)
 
 
-def at_equal_cost(name, rivals, cost, family="math"):
-    """A line for each test record of the decoder `name`: its points above each of `rivals` at
-    the same cost ("nfe" or "positions"), with paired 95 % intervals, where a rival was
-    measured on both sides of that cost."""
-    found, lines = curves("test", family), []
-    for r in found.get(name, []):
-        marks = {rival: marks_at(found.get(rival, []), cost, r[cost]) for rival in rivals}
-        points = [f"{rival} {d:+.1f} [{low:+.1f}, {high:+.1f}]" for rival, m in marks.items() if m
-                  for d, low, high in [paired(r["marks"], m)]]
-        lines.append(f"{name} {setting(r)}, {r[cost]:.{1 if cost == 'nfe' else 0}f}: "
-                     + ("; ".join(points) or "none has settings on both sides"))
-    return lines
+def rivals(records, name, cost):
+    """Of all other decoders the most accurate setting that costs no more ("nfe", "positions" or
+    "cpu") than this one, as its name; None if there is none."""
+    mine, known = records[name], settings()
+    others = [o for o in records if known[o].sampler != known[name].sampler
+              and records[o][cost] <= mine[cost]]
+    return max(others, key=lambda o: (records[o]["right"], -records[o][cost]), default=None)
 
 
-def table(families=tasks.FAMILIES, samplers=tuple(NAMES)):
-    """The records of the test split as a markdown table: accuracy, paired difference from one
-    token per forward, forwards, positions, share of effective revisions."""
+def front(records, cost):
+    """The names of the settings that no other one beats: none is as accurate at a lower cost,
+    or more accurate at no higher one. The cheapest first."""
+    out, best = [], -1
+    for name in sorted(records, key=lambda o: (records[o][cost], -records[o]["right"])):
+        if records[name]["right"] > best:
+            out.append(name)
+            best = records[name]["right"]
+    return out
+
+
+def choose(split="validation", within=1.0, gen_length=64):
+    """The rule by which a decoder's setting is chosen: of those within a point of one token per
+    forward in every family the one that takes least time in all three together. Returns
+    {decoder: name, or None if there is no such setting}."""
+    found = {family: read(split, family, gen_length) for family in tasks.FAMILIES}
+    names = [n for n in settings() if all(n in records for records in found.values())]
+    out = {}
+    for name in names:
+        setting = settings()[name]
+        fits = all(100 * (records["one-per-forward"]["right"] - records[name]["right"])
+                   <= within * records[name]["n"] for records in found.values())
+        cost = sum(records[name]["cpu"] for records in found.values())
+        out.setdefault(setting.decoder, []).append((not fits, cost, name))
+    return {decoder: None if min(some)[0] else min(some)[2] for decoder, some in out.items()}
+
+
+def effective(r):
+    """Effective re-masks as COVER counts them: the share that did not come back as they were,
+    of how many; and replacements, in words."""
+    e = r["revisions"]
+    if not e.get("events"):
+        return "none", "0"
+    share = f"{100 * e['effective_remasks'] / e['remasks']:.0f} %" if e["remasks"] else "none"
+    return f"{share} of {e['remasks']}", str(e["replaces"])
+
+
+def table(split="test", families=tasks.FAMILIES, samplers=None, gen_length=64, block_length=None,
+          known=None):
+    """The records of a split as a markdown table, a row for each setting there is; the chosen
+    ones (see choose) in bold."""
+    known, chosen, lines = known or settings(), {*choose().values()}, []
+    for family in families:
+        records = read(split, family, gen_length, block_length)
+        base = records.get("one-per-forward")
+        if not records:
+            continue
+        lines += [f"\n{family}, n = {next(iter(records.values()))['n']}\n",
+                  "| decoder | whose | accuracy | difference | forwards | positions | tokens/s "
+                  "| effective re-masks | replacements |", "|---|---|---|---|---|---|---|---|---|"]
+        for name, setting in known.items():
+            r = records.get(name)
+            if r is None or (samplers and setting.sampler not in samplers):
+                continue
+            p, low, high = accuracy(r)
+            d = "" if base is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*paired(r, base))
+            label = f"{setting.decoder} {setting.value}"
+            label = f"**{label}**" if name in chosen else label
+            lines.append(f"| {label} | {setting.whose} | {p:.1f} % [{low:.1f}, {high:.1f}] | {d} | "
+                         f"{r['nfe']:.1f} | {r['positions']:.0f} | {r['tokens'] / r['cpu']:.0f} | "
+                         + " | ".join(effective(r)) + " |")
+    return "\n".join(lines)
+
+
+def against_rivals(name, split="test", families=tasks.FAMILIES, gen_length=64, block_length=None):
+    """A line per family and cost: the best other decoder at no more forwards, positions and
+    seconds, and this setting's points above it, paired, with the 95 % interval."""
     lines = []
     for family in families:
-        records = read("test", family)
-        base = next(r for r in records if r["knobs"] == {"steps": G})
-        lines += [f"\n{family}, n = {base['n']}\n", "| decoder | accuracy | difference | forwards "
-                  "| positions | effective revisions |", "|---|---|---|---|---|---|"]
-        for r in sorted(records, key=lambda r: (decoder(r), r["nfe"])):
-            if r["sampler"] not in samplers:
-                continue
-            low, high = (100 * v for v in tasks.wilson(r["right"], r["n"]))
-            d, e = paired(r["marks"], base["marks"]), r["revisions"]
-            lines.append(f"| {decoder(r)} {setting(r)} | {100 * r['right'] / r['n']:.1f} % "
-                         f"[{low:.1f}, {high:.1f}] | {d[0]:+.1f} [{d[1]:+.1f}, {d[2]:+.1f}] | "
-                         f"{r['nfe']:.1f} | {r['positions']:.0f} | "
-                         + (f"{100 * (1 - e['flip_flops'] / e['events']):.0f} % of {e['events']} |"
-                            if e.get("events") else "|"))
-    return "\n".join(lines)
+        records = read(split, family, gen_length, block_length)
+        for cost, word in (("nfe", "forwards"), ("positions", "positions"), ("cpu", "seconds")):
+            other = rivals(records, name, cost)
+            d = None if other is None else paired(records[name], records[other])
+            lines.append(f"{family:6s} {name:12s} at no more {word:9s}: " + (
+                "no other decoder" if d is None else
+                f"{other:24s} {d[0]:+5.1f} [{d[1]:+.1f}, {d[2]:+.1f}]"))
+    return lines
 
 
 def main():
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("what", choices=("sweep", "test", "table"))
-    cli.add_argument("-n", type=int, default=300, help="problems per family")
+    cli.add_argument("what", choices=("run", "choose", "table"))
+    cli.add_argument("split", choices=("validation", "test"), nargs="?", default="test")
+    cli.add_argument("-n", type=int, default=300, help="prompts per family")
     cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
-    cli.add_argument("--samplers", nargs="+", choices=sorted(dlm_spec.SAMPLERS),
-                     default=sorted(dlm_spec.SAMPLERS))
+    cli.add_argument("--settings", nargs="+", default=["all"],
+                     help="`all`, `ablations`, or names of settings")
+    cli.add_argument("--gen-length", type=int, default=64)
+    cli.add_argument("--block-length", type=int)
+    cli.add_argument("--exam", type=int, default=1, help="problems per prompt")
     args = cli.parse_args()
+    known = settings() | ablations()
+    if args.what == "choose":
+        return print(json.dumps(choose(args.split), indent=1))
     if args.what == "table":
-        return print(table(args.families, args.samplers))
-    for settings, families in ([([*sweep()], args.families)] if args.what == "sweep" else
-                               [(CHOSEN, args.families),
-                                (CURVES, {"math"} & {*args.families})]):
-        run([s for s in settings if s[0] in args.samplers],
-            "validation" if args.what == "sweep" else "test", args.n, families)
+        return print(table(args.split, args.families, gen_length=args.gen_length,
+                           block_length=args.block_length))
+    groups = dict(all=settings(), ablations=ablations())
+    if unknown := {*args.settings} - {*groups, *known}:
+        cli.error(f"there is no setting {', '.join(unknown)}")
+    chosen = {n: s for item in args.settings
+              for n, s in groups.get(item, {item: known.get(item)}).items()}
+    run(chosen, args.split, args.n, args.families, args.gen_length, args.block_length, args.exam)
 
 
 if __name__ == "__main__":

@@ -499,19 +499,21 @@ def grade(problem, text):
 
 
 def grade_all(probs, texts):
-    """`grade` over two lists of equal length; all the code problems share one child
-    process."""
+    """`grade` over two lists of equal length; an Exam gives a mark for each of its problems
+    (see parts). All the code problems share one child process."""
     if len(probs) != len(texts):
         raise ValueError(f"{len(probs)} problems but {len(texts)} texts")
     for p, text in zip(probs, texts):
-        if not isinstance(p, Problem):
-            raise ValueError(f"problem is {p!r}, expected a Problem")
+        if not isinstance(p, Problem | Exam):
+            raise ValueError(f"problem is {p!r}, expected a Problem or an Exam")
         if p.family not in FAMILIES:
             raise ValueError(f"family is {p.family!r}, expected one of {FAMILIES}")
         if not isinstance(text, str):
             raise ValueError(f"text is {text!r}, expected a str")
-    marks = [None] * len(probs)
-    for i, (p, text) in enumerate(zip(probs, texts)):
+    pairs = [pair for p, text in zip(probs, texts)
+             for pair in (parts(p, text) if isinstance(p, Exam) else [(p, text)])]
+    marks = [None] * len(pairs)
+    for i, (p, text) in enumerate(pairs):
         if p.family == "math":
             found = re.findall(r"####\s*(-?\d+)", text)
             marks[i] = bool(found) and found[-1] == p.gold
@@ -519,18 +521,17 @@ def grade_all(probs, texts):
             found = re.findall(r"Answer:\s*([A-D])\b", text)
             marks[i] = bool(found) and found[-1] == p.gold
     code = [i for i, m in enumerate(marks) if m is None]
-    for i, mark in zip(code, grade_code([(probs[i], texts[i]) for i in code])):
+    for i, mark in zip(code, grade_code([pairs[i] for i in code])):
         marks[i] = mark
     return marks
 
 
-def grade_exam(exam, text):
-    """A list of marks, one per problem of the exam: each is graded by the part of the text
-    that begins with its number at the start of a line, up to the next number."""
-    parts = re.split(r"(?m)^(\d+)\.", text)
-    found = dict(zip(parts[1::2], parts[2::2]))
-    texts = [found.get(str(i), "").strip() for i in range(1, len(exam.problems) + 1)]
-    return grade_all(exam.problems, texts)
+def parts(exam, text):
+    """[(Problem, its part of the text), ...]: a part begins behind "1.", "2.", ... at the
+    start of a line and ends before the next number there."""
+    pieces = re.split(r"(?m)^(\d+)\.", text)
+    found = dict(zip(pieces[1::2], pieces[2::2]))
+    return [(p, found.get(str(i), "").strip()) for i, p in enumerate(exam.problems, 1)]
 
 
 def grade_code(pairs, timeout=2.0):
