@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Three families of small problems for the embedded model, with their graders.
 
-    MiniMath    word problems of 1 to 5 dependent steps; ends with `#### n`   (stands for GSM8K)
+    MiniMath    word problems of 2 to 5 dependent steps; ends with `#### n`   (stands for GSM8K)
     MiniChoice  four lettered options on facts and logic; ends with `Answer: X`   (for MMLU)
     MiniCode    "Write a function ..." -> a short Python function, graded by running it
                 (for HumanEval, MBPP)
@@ -13,7 +13,8 @@ independently of each other mix two right answers into a wrong one.
     for p in problems("math", "test", 3): print(p.prompt, p.answer, grade(p, p.answer))
 
 An *exam* is a prompt of several numbered problems of one family, with numbered answers; each
-is graded by itself. It makes long canvases out of the same problems.
+is graded by itself. It makes long canvases out of the same problems. "step" stands for word
+problems of one step; they belong to MiniMath but are too easy for its tables.
 
 Splits are disjoint by construction: a problem's *key* (its numbers, its options, its program,
 but not its wording) is hashed, and the hash decides the split, whatever the seed. An exam holds
@@ -58,21 +59,21 @@ def split_of(key):
 
 
 def problems(family, split, n, seed=0):
-    """`n` problems of a family (`math`, `choice`, `code`), with distinct prompts.
+    """`n` problems of a family (`math`, `choice`, `code`; or `step`), with distinct prompts.
 
     Raises ValueError on an unknown family or split or a negative n.
     """
-    if family not in FAMILIES:
+    makers = {"math": _math, "choice": _choice, "code": _code, "step": _step}
+    if family not in makers:
         raise ValueError(f"family is {family!r}, expected one of {FAMILIES}")
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected one of {SPLITS}")
     if not isinstance(n, int) or isinstance(n, bool) or n < 0:
         raise ValueError(f"n is {n!r}, expected a whole number from 0")
     rng = random.Random(f"{family}/{split}/{seed}")
-    make = {"math": _math, "choice": _choice, "code": _code}[family]
     out, seen = [], set()
     while len(out) < n:
-        problem = make(rng)
+        problem = makers[family](rng)
         if split_of(problem.key) == split and problem.prompt not in seen:
             seen.add(problem.prompt)
             out.append(problem)
@@ -105,12 +106,17 @@ def numbered(texts):
 def exams(family, split, n, size=4, seed=0):
     """`n` exams of `size` problems each; all problems are of the split, with distinct
     prompts."""
-    some = problems(family, split, n * size, seed)
-    return [Exam(family, tuple(some[i * size:(i + 1) * size])) for i in range(n)]
+    return in_exams(problems(family, split, n * size, seed), size)
+
+
+def in_exams(some, size):
+    """Problems of one family, `size` to an exam, in order; what is left over falls away."""
+    return [Exam(some[i].family, tuple(some[i:i + size]))
+            for i in range(0, len(some) - size + 1, size)]
 
 
 # ---------------------------------------------------------------------------------------------
-# MiniMath: v0, then v = v op k, one to five times. Values stay within 1..99,
+# MiniMath: v0, then v = v op k, two to five times. Values stay within 1..99,
 # operands are one digit.
 
 HE = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Raj", "Ali")
@@ -123,9 +129,9 @@ BOXES = ("box", "bag", "basket", "drawer", "jar", "chest")
 # One list of wordings per operation and scene. Fields: He/he/him/his, things, k, o (another
 # name).
 HAS = {
-    "+": ("{He} buys {k} more.", "{He} finds {k} more {things}.", "{He} finds {k} more.",
-          "{He} buys {k} {things}.", "{o} gives {him} {k} {things}.",
-          "{He} gets {k} {things} from {o}.", "{He} wins {k} more {things}."),
+    "+": ("{He} buys {k} more.", "{He} finds {k} more {things}.",
+          "{o} gives {him} {k} {things}.", "{He} gets {k} {things} from {o}.",
+          "{He} wins {k} more {things}."),
     "-": ("{He} loses {k}.", "{He} gives {k} {things} to {o}.", "{He} sells {k} of them.",
           "{He} gives away {k}.", "{o} takes {k} {things} from {him}."),
     "*": ("Now {he} has {times} as many.", "{He} makes that {times} as many {things}."),
@@ -143,15 +149,20 @@ THAN = {
     "*": ("{new} has {times} as many as {old}.", "{new} has {times} as many {things} as {old}."),
     "/": ("{new} has half as many as {old}.", "{new} has half of what {old} has."),
 }
+# wordings that are learned, in problems of one step, but are not in the tables
+MORE = {"+": (*HAS["+"], "{He} finds {k} more.", "{He} buys {k} {things}.", "{He} gets {k} more.",
+              "{He} wins {k}."),
+        "-": (*HAS["-"], "{He} loses {k} {things}.", "{He} sells {k}."),
+        "*": HAS["*"], "/": HAS["/"]}
 LINKS = ("", "", "", "Then ", "After that ", "Next ", "Later ")
 STEP_FORMS = ("{v} {op} {k} = {w};", "{op} {k} -> {w},", "now {v} {op} {k} is {w}.",
               "{w} = {v} {op} {k};")
 
 
-def _chain(rng):
-    """[(v, op, k, w), ...] with w = v op k, every value in 1..99."""
+def _chain(rng, n):
+    """[(v, op, k, w), ...] with w = v op k, every value in 1..99; n steps, or 2 to 5."""
     v, steps = rng.randint(2, 20), []
-    for _ in range(rng.randint(1, 5)):
+    for _ in range(n or rng.randint(2, 5)):
         choices = [("+", k) for k in range(1, 10) if v + k < 100]
         choices += [("-", k) for k in range(1, 10) if v - k > 0]
         scale = [("*", k) for k in (2, 3) if v * k < 100] + [("/", 2)] * (v % 2 == 0)
@@ -170,8 +181,12 @@ def _sentence(rng, wordings, link, **fields):
     return link + (text if first in NAMES else text[0].lower() + text[1:])
 
 
-def _math(rng):
-    steps = _chain(rng)
+def _step(rng):
+    return _math(rng, 1, MORE)
+
+
+def _math(rng, n=None, has=HAS):
+    steps = _chain(rng, n)
     things, scene = rng.choice(THINGS), rng.choice(("has", "has", "holds", "than"))
     people = rng.sample(NAMES, len(steps) + 1)
     who, box = people[0], rng.choice(BOXES)
@@ -184,7 +199,7 @@ def _math(rng):
         times = {2: "twice", 3: "three times"}.get(k, "")
         fields = dict(k=k, times=times, things=things, o=people[i + 1], he=he, He=he.title(),
                       him=him, his=his, old=people[i], new=people[i + 1])
-        wordings = {"has": HAS, "holds": HOLDS, "than": THAN}[scene][op]
+        wordings = {"has": has, "holds": HOLDS, "than": THAN}[scene][op]
         text.append(_sentence(rng, wordings, "" if scene == "than" else rng.choice(LINKS),
                               **fields))
     last = people[-1] if scene == "than" else who

@@ -78,6 +78,7 @@ def build_tokenizer():
 class Stage:
     """A part of the training. Lengths are in tokens."""
     steps: int
+    tokens: int         # the most tokens in a batch
     lr: tuple           # learning rate at its first and its last step; linear in between
     mix: tuple          # shares of the families among the batches, in the order of tasks.FAMILIES
     exams: float        # share of batches whose prompts hold two to four problems
@@ -87,9 +88,13 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage(4000, lr=(2e-3, 2e-3), mix=(.45, .35, .2), exams=0, canvas=64, letters=.5, hide=(0, 1)),
-    Stage(8000, lr=(2e-3, 2e-3), mix=(.4, .3, .3), exams=.5, canvas=256, letters=.3, hide=(1, 1)),
-    Stage(4000, lr=(2e-3, 2e-5), mix=(.4, .3, .3), exams=.5, canvas=256, letters=.2, hide=(1, 1)))
+    Stage(6000, 3072, lr=(2e-3, 2e-3), mix=(.45, .35, .2), exams=0, canvas=64,
+          letters=.5, hide=(0, 1)),
+    Stage(8000, 3072, lr=(2e-3, 2e-3), mix=(.4, .3, .3), exams=.5, canvas=256,
+          letters=.3, hide=(1, 1)),
+    Stage(4000, 6144, lr=(2e-3, 2e-5), mix=(.4, .3, .3), exams=.5, canvas=256,
+          letters=.2, hide=(1, 1)))
+ONE_STEP = .2           # share of problems of one step among those of MiniMath
 
 
 def stage_at(step, curriculum=CURRICULUM):
@@ -106,13 +111,12 @@ def between(ends, share):
     return ends[0] + (ends[1] - ends[0]) * share
 
 
-def batch(tokenizer, step, *, tokens, seed=0, curriculum=CURRICULUM):
+def batch(tokenizer, step, *, seed=0, curriculum=CURRICULUM):
     """The training batch of a step: (what, x, answer, attention_mask), the last three (B, L).
 
     what: the family, or "letter". x: prompts, padded on the left, then answers, filled up by
     EOS to a canvas length drawn per batch (decoding must work on all). answer: the tokens that
-    are to be learned, of which the loss hides a random share. tokens: at most B * L, unless
-    one row is longer.
+    are to be learned, of which the loss hides a random share.
 
     All rows are of one family: in a loss averaged over tokens the letter of a multiple choice
     drowns, and the model names the right option and a letter at random. For the same reason
@@ -125,9 +129,12 @@ def batch(tokenizer, step, *, tokens, seed=0, curriculum=CURRICULUM):
     family, = rng.choices(tasks.FAMILIES, stage.mix)
     size = rng.randint(2, 4) if rng.random() < stage.exams else 1
     # Of four times as many rows, sorted by the length of their prompts, a part: little padding.
-    n = max(1, tokens // (70 * size))
-    rows = (tasks.problems(family, "train", 4 * n, seed=(seed, step)) if size == 1 else
-            tasks.exams(family, "train", 4 * n, size, seed=(seed, step)))
+    n = max(1, stage.tokens // (70 * size))
+    easy = round(ONE_STEP * 4 * n * size) if family == "math" else 0
+    rows = (tasks.problems(family, "train", 4 * n * size - easy, seed=(seed, step))
+            + tasks.problems("step", "train", easy, seed=(seed, step)))
+    if size > 1:
+        rows = tasks.in_exams(rng.sample(rows, len(rows)), size)
     rows.sort(key=lambda row: len(row.prompt))
     at = n * rng.randrange(4)
     rows = rng.sample(rows[at:at + n], n)
@@ -139,7 +146,7 @@ def batch(tokenizer, step, *, tokens, seed=0, curriculum=CURRICULUM):
     P, G = max(map(len, prompts)) + 2, max(map(len, answers)) + 1
     G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .6
          else rng.randint(G, max(G, stage.canvas)))
-    n = max(1, tokens // (P + G))
+    n = max(1, stage.tokens // (P + G))
     rows = [[pad] * (P - 2 - len(p)) + [user, *p, assistant, *a] + [eos] * (G - len(a))
             for p, a in zip(prompts[:n], answers)]
     x = torch.tensor(rows)                                                          # (B, L)
@@ -266,7 +273,6 @@ def main():
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--steps", type=int, help="stop after so many steps (default: all)")
-    cli.add_argument("--tokens", type=int, default=6144, help="tokens per batch")
     cli.add_argument("--seed", type=int, default=0)
     cli.add_argument("--hidden", type=int, default=192)
     cli.add_argument("--layers", type=int, default=7)
@@ -319,7 +325,7 @@ def main():
             for opt, factor in zip(opts, (2, 1)):
                 for group in opt.param_groups:
                     group["lr"] = lr * factor
-            what, x, answer, real = batch(tokenizer, step, tokens=args.tokens, seed=args.seed)
+            what, x, answer, real = batch(tokenizer, step, seed=args.seed)
             loss = loss_of(model, x, answer, real, tokenizer, generator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
