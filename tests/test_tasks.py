@@ -154,34 +154,98 @@ def test_numbers_below_a_hundred_are_one_token(tokenizer):
     assert all(len(ids(n)) == 1 for n in range(100)) and ids(100) == [tokenizer.unk_token_id]
 
 
+def some_batches(tokenizer, steps):
+    """{what: [(x, answer, real), ...]} of the curriculum's steps."""
+    found = {}
+    for step in steps:
+        what, *rest = train.batch(tokenizer, step)
+        found.setdefault(what, []).append(rest)
+    return found
+
+
 def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
-    mix = {"math": 1, "choice": 1, "code": 1}
-    x, answer, real = next(train.batches(tokenizer, 8, 0, mix, letters=0))
-    assert x.shape == answer.shape == real.shape
-    assert torch.equal(real == 0, x == tokenizer.pad_token_id)
-    for row, a in zip(x, answer):
-        ids = row[a].tolist()
-        end = ids.index(tokenizer.eos_token_id)
-        assert set(ids[end:]) == {tokenizer.eos_token_id}
-    assert not (answer & (real == 0)).any()
+    """Of all families, at the start and in the middle of the curriculum; what is to be learned
+    is no padding, and what is filled up behind an answer is end of text."""
+    found = some_batches(tokenizer, [*range(30), *range(7000, 7030)])
+    assert found.keys() == {*tasks.FAMILIES, "letter"}
+    for x, answer, real in (b for some in found.values() for b in some):
+        assert x.shape == answer.shape == real.shape and answer.any(1).all()
+        assert torch.equal(real == 0, x == tokenizer.pad_token_id)
+        assert (real[:, 1:] >= real[:, :-1]).all() and not (answer & (real == 0)).any()
+        assert not (answer & (x == tokenizer.mask_token_id)).any()
+        for row in x:
+            ids = row.tolist()
+            ids = ids[ids.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1:]
+            if tokenizer.eos_token_id in ids:
+                end = ids.index(tokenizer.eos_token_id)
+                assert {*ids[end:]} <= {tokenizer.eos_token_id, tokenizer.mask_token_id}
 
 
 def test_letter_batches_teach_the_letter_alone(tokenizer):
-    mix, letters = {"math": 0, "choice": 1, "code": 0}, tokenizer.convert_tokens_to_ids([*"ABCD"])
-    found = train.batches(tokenizer, 8, 0, mix, letters=1.0, hide=0.0, questions="Which number")
-    for _ in range(3):
-        x, answer, _ = next(found)
-        assert (answer.sum(1) == 1).all() and set(x[answer].tolist()) <= set(letters)
-        assert not (x == tokenizer.mask_token_id).any()
-        assert all("Which number" in tokenizer.decode(row) for row in x)
+    """At first all else is visible."""
+    letters = tokenizer.convert_tokens_to_ids([*"ABCD"])
+    for x, answer, _ in some_batches(tokenizer, range(60))["letter"]:
+        assert (answer.sum(1) == 1).all() and {*x[answer].tolist()} <= {*letters}
+        assert (x == tokenizer.mask_token_id).float().mean() < .02
+        assert all("Give" in tokenizer.decode(row) for row in x)
 
 
-def test_a_resumed_run_sees_the_batches_it_would_have_seen(tokenizer):
-    mix = {"math": 1, "choice": .5, "code": 1}
-    whole = train.batches(tokenizer, 4, 0, mix)
-    first = [next(whole)[0] for _ in range(70)]
-    for skip in (3, 40, 65):
-        assert (next(train.batches(tokenizer, 4, 0, mix, skip=skip))[0] == first[skip]).all()
+def test_some_batches_are_cut_as_block_by_block_decoding_leaves_them(tokenizer):
+    """Known, then at most a block to be learned, then masks alone."""
+    cut = 0
+    for x, answer, _ in some_batches(tokenizer, range(7000, 7040))["math"]:
+        for row, learned in zip(x, answer):
+            behind = row[int(learned.nonzero()[-1]) + 1:]
+            assert (behind == tokenizer.mask_token_id).all()
+            cut += len(behind) > 0
+    assert cut
+
+
+def test_training_sees_exams_steps_and_long_canvases(tokenizer):
+    texts, widths = [], []
+    for x, _, _ in some_batches(tokenizer, range(7000, 7040))["math"]:
+        texts += tokenizer.batch_decode(x)
+        widths.append(x.shape[1])
+    assert any("\n4." in text for text in texts) and max(widths) > 256
+    one_step = [text.count("####") == 1 and len(re.findall(r"[-+*/]", text)) <= 2
+                for text in texts]
+    assert any(one_step)
+
+
+def test_a_batch_depends_on_the_seed_and_the_number_of_its_step_alone(tokenizer):
+    (a, x, *_), (b, y, *_) = train.batch(tokenizer, 70), train.batch(tokenizer, 70)
+    assert a == b and torch.equal(x, y)
+    others = [train.batch(tokenizer, 70, 1)[1], train.batch(tokenizer, 71)[1]]
+    assert not any(o.shape == x.shape and torch.equal(o, x) for o in others)
+
+
+def test_the_curriculum_runs_through_its_stages():
+    first, second = train.CURRICULUM[:2]
+    assert train.stage_at(0) == (first, 0.0) and train.stage_at(first.steps) == (second, 0.0)
+    assert train.stage_at(10 ** 9) == (train.CURRICULUM[-1], 1.0)
+    assert train.between((2, 4), .5) == 3
+
+
+def test_an_exam_holds_problems_of_its_split_and_grades_each(tokenizer):
+    """In the right order, in another order of writing, and with one left out."""
+    for family in tasks.FAMILIES:
+        exams = tasks.exams(family, "test", 5)
+        assert all(tasks.split_of(p.key) == "test" for e in exams for p in e.problems)
+        assert all(tasks.grade_all(exams, [e.answer for e in exams]))
+        assert all(tokenizer.decode(tokenizer(e.answer)["input_ids"]) == e.answer for e in exams)
+        parts = exams[0].answer.split("\n4. ")
+        assert tasks.grade_all(exams[:1], parts[:1]) == [True] * 3 + [False]
+        assert tasks.grade_all(exams[:1], ["4. " + parts[1] + "\n" + parts[0]]) == [True] * 4
+        assert not any(tasks.grade_all(exams[:1], [""]))
+
+
+def test_problems_of_one_step():
+    """Held out like the others, and not among those of the tables."""
+    steps = tasks.problems("step", "test", 200)
+    assert all(tasks.grade_all(steps, [p.answer for p in steps]))
+    assert all(tasks.split_of(p.key) == "test" and p.answer.count(" ") <= 7 for p in steps)
+    assert any(re.search("finds \\d more[.]", p.prompt) for p in steps)
+    assert not {p.key for p in steps} & {p.key for p in tasks.problems("math", "test", 2000)}
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):

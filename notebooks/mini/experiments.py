@@ -14,6 +14,7 @@ was stopped goes on where it was; records of at least n prompts are kept, shorte
 continued. Seconds are processor time of one thread (set OMP_NUM_THREADS=1).
 """
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -54,10 +55,11 @@ def settings():
     for t in (.5, .6, .7, .8, .9):
         whose, t_ = "Fast-dLLM" if t == .9 else "Fast-dLLM, our threshold", f"{t:g}"[1:]
         add(f"threshold{t_}", "threshold", t_, whose, "fast_dllm", threshold=t)
-        for cache in ("prefix", "dual"):
-            add(f"threshold{t_}-{cache}", f"threshold, {cache} cache", t_, whose, "fast_dllm",
-                threshold=t, cache=cache)
-        add(f"dkv{t_}", "dKV", t_, "dKV-Cache, Fast-dLLM's rule", "dkv", threshold=t)
+        if t not in (.5, .8):
+            for cache in ("prefix", "dual"):
+                add(f"threshold{t_}-{cache}", f"threshold, {cache} cache", t_, whose, "fast_dllm",
+                    threshold=t, cache=cache)
+            add(f"dkv{t_}", "dKV", t_, "dKV-Cache, Fast-dLLM's rule", "dkv", threshold=t)
     # DualDiffusion as its paper words it: the verifier sees the draft as it is, K = 16, four
     # rounds. The thresholds are not in the text that we have.
     published = dict(view="visible", draft_steps=16, max_rounds=4, threshold=.9)
@@ -145,14 +147,18 @@ PATCHES = {     # what an ablation puts in the place of a part of the module
     "d_out": ("seed_score", lambda u, d_in, d_out: u * (1 + d_in))}
 
 
+def patch_of(part):
+    """A context in which a part of the module is replaced as in PATCHES; None: nothing is."""
+    return mock.patch.object(dlm_spec, *PATCHES[part]) if part else contextlib.nullcontext()
+
+
 def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
     """`evaluate` with a setting."""
     knobs = {"gen_length": gen_length, "block_length": block_length} | setting.knobs
     if "per_forward" in knobs:
         knobs["steps"] = gen_length // knobs.pop("per_forward")
-    part = knobs.pop("without", None)
     sampler = dlm_spec.SAMPLERS[setting.sampler]
-    with mock.patch.object(dlm_spec, *PATCHES.get(part, ("EXAMPLE", dlm_spec.EXAMPLE))):
+    with patch_of(knobs.pop("without", None)):
         return evaluate(denoiser, sampler, problems,
                         **command_line.named_knobs(sampler, knobs), **how)
 

@@ -97,9 +97,9 @@ CURRICULUM = (
 ONE_STEP = .2           # share of problems of one step among those of MiniMath
 
 
-def stage_at(step, curriculum=CURRICULUM):
+def stage_at(step):
     """The stage that a step belongs to, and how far the stage is: (Stage, 0 to 1)."""
-    for stage in curriculum:
+    for stage in CURRICULUM:
         if step < stage.steps:
             return stage, step / stage.steps
         step -= stage.steps
@@ -111,7 +111,7 @@ def between(ends, share):
     return ends[0] + (ends[1] - ends[0]) * share
 
 
-def batch(tokenizer, step, *, seed=0, curriculum=CURRICULUM):
+def batch(tokenizer, step, seed=0):
     """The training batch of a step: (what, x, answer, attention_mask), the last three (B, L).
 
     what: the family, or "letter". x: prompts, padded on the left, then answers, filled up by
@@ -123,7 +123,7 @@ def batch(tokenizer, step, *, seed=0, curriculum=CURRICULUM):
     some batches ask for the letter alone. A quarter of the others is cut in three, as block by
     block decoding leaves a canvas: known, to be learned, and still all masks.
     """
-    stage, share = stage_at(step, curriculum)
+    stage, share = stage_at(step)
     rng = random.Random(f"{seed}/{step}")
     coin = torch.Generator().manual_seed(rng.getrandbits(32))
     family, = rng.choices(tasks.FAMILIES, stage.mix)
@@ -325,7 +325,7 @@ def main():
             for opt, factor in zip(opts, (2, 1)):
                 for group in opt.param_groups:
                     group["lr"] = lr * factor
-            what, x, answer, real = batch(tokenizer, step, seed=args.seed)
+            what, x, answer, real = batch(tokenizer, step, args.seed)
             loss = loss_of(model, x, answer, real, tokenizer, generator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
