@@ -158,8 +158,7 @@ class Denoiser:
         return self.ban(logits.to(tokens.device))
 
     def ban(self, logits):
-        """Logits (N, V), M and ids >= n_tokens at -inf; as this is before any softmax, unlike
-        in public code, near-ties may fall otherwise. ValueError on NaN, +inf, all -inf."""
+        """Logits (N, V), M and ids >= n_tokens at -inf. ValueError on NaN, +inf, all -inf."""
         logits[:, self.n_tokens or logits.shape[1]:] = -torch.inf
         logits[:, self.mask_id:self.mask_id + 1] = -torch.inf
         refuse(not logits.amax(1).isfinite().all(),
@@ -376,11 +375,11 @@ def sample_llada(denoiser, prompt, *, steps=None, block_length=None,
                  **common):
     """Fill the canvas block by block, a fixed quota of the surest tokens per forward (LLaDA
     [1]). Unlike the public code it takes unequal batches, a short last block and any number of
-    steps, removes M and padded ids before the softmax (near-ties may fall otherwise), and
-    postpones eos at any temperature with no effect on other confidences (there at 0 they lose
-    EOS; above 0 nothing is done). Above 0 one token per forward in `random` order is a sample
-    of the model's own distribution (in `entropy` order too, where we tried); orders that look
-    at the sampled token, low_confidence and every threshold, prefer likely texts.
+    steps, removes M and padded ids before the softmax, by which near-ties may fall otherwise
+    (as in all samplers here), and postpones eos at any temperature with no effect on other
+    confidences (there at 0 they lose EOS; above 0 nothing is done). At a temperature,
+    low_confidence, like any threshold, does not sample from the model's distribution: it looks
+    at the drawn tokens and prefers likely ones. The other orders do, one token per forward.
     Args:
         steps: forwards over all blocks (default: one token per forward).
         block_length: default: one block. tempered_confidence: see predict.
