@@ -37,6 +37,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections import namedtuple
@@ -1427,7 +1428,8 @@ def encode(denoiser, text, *, chat=True, **template):
     refuse(not text or not all(text), f"text is {text!r}, expected prompts, none empty")
     refuse(denoiser.tokenizer is None, "this denoiser has no tokenizer: give token ids")
     tokenizer, rows = denoiser.tokenizer, []
-    known = f"{tokenizer.chat_template} {inspect.signature(tokenizer.apply_chat_template)}"
+    source = template.get("chat_template", tokenizer.chat_template)
+    known = re.findall(r"\w+", f"{source} {inspect.signature(tokenizer.apply_chat_template)}")
     unknown = [name for name in template if not chat or name not in known]
     refuse(unknown, f"the chat template has no {', '.join(unknown)}, or is not used")
     for item in [text] if isinstance(text, str) or isinstance(text[0], dict) else text:
