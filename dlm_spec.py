@@ -187,8 +187,8 @@ class Decode:
             (n, V) of one row at a time, without its padding.
         generator: a torch.Generator, or a list of one per row: equal draws in any batch.
         callback: called after every forward with a dict: x (the canvas, to read only),
-            committed, confidence, nfe, calls, prompt_length. If it returns True all rows stop
-            there, and what is not filled stays M. history: keep all canvases.
+            committed, confidence, nfe, calls, prompt_length. If it returns True (no tensor),
+            all rows stop there, and what is not filled stays M. history: keep all canvases.
     Attributes, (B, L) each: x, the canvas; visible, what is no padding; masks, what is to
     fill. A forward leaves: asked, and the logits (N, V) there; checked, and the logits there,
     judged (C, V); tokens, the predictions, x where not asked; confidence in them, 1 where not
@@ -301,8 +301,8 @@ class Decode:
         if self.history is not None:
             self.history.append(self.x)
         if self.callback is not None:
-            self.stopped = bool(self.callback(dict(x=self.x, committed=filled, nfe=self.nfe,
-                confidence=self.confidence, calls=self.calls, prompt_length=self.P)))
+            self.stopped = True is self.callback(dict(x=self.x, committed=filled, nfe=self.nfe,
+                confidence=self.confidence, calls=self.calls, prompt_length=self.P))
 
     def stop_at_eos(self, end):
         """All behind a row's first eos before `end` becomes eos_ids[0] and counts as given."""
@@ -1157,7 +1157,7 @@ def revision_statistics(out, reference=None):
     events that changed another token into the reference's, and away from it. What a callback
     has left open by stopping is no event."""
     decided = [r for r in out.revisions if r.new >= 0]
-    out = DecodeOutput(**{**vars(out), "revisions": decided})
+    out = SimpleNamespace(**{**vars(out), "revisions": decided})
     same = flip_flops(out)
     remask = [not f for f, r in zip(same, out.revisions) if r.kind == "remask"]
     restored = sum(r.kind == "remask" and r.new == r.old for r in out.revisions)

@@ -342,8 +342,9 @@ def test_a_decode_that_is_stopped_is_not_filled_with_eos():
     assert out.tokens_per_forward.tolist() == [0] and out.commit_step.tolist() == [[0, 0, 1, 0]]
 
 
-@pytest.mark.parametrize("result", [None, False, torch.tensor(False), 0])
-def test_any_other_callback_lets_it_go_on(result):
+@pytest.mark.parametrize("result", [None, False, 1, torch.ones(2, 3)], ids=repr)
+def test_a_callback_that_returns_anything_else_lets_it_go_on(result):
+    """What a lambda happens to return is no request to stop."""
     out = sample_llada(denoiser_of(ORDER), [[1]], gen_length=4, callback=lambda step: result)
     assert out.calls == 4 and (out.sequences != M).all()
 
