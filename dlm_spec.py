@@ -37,6 +37,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections import namedtuple
@@ -49,6 +50,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from einops import rearrange
+from huggingface_hub import constants, get_session
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -60,8 +62,7 @@ def bidirectional_attention(module, q, k, v, attention_mask=None, scaling=None, 
     """Attention for unedited models of transformers, whose causal mask padding_mask replaces.
     q: (R, H, n, d); k, v: (R, H_kv, n, d), after the rotary embedding. attention_mask: bool,
     True where a query may look, broadcastable to (R, H, n, columns); None: everywhere. kv: as
-    given to `model(...)`, see KVCache. Returns (R, n, H, d) and None. ValueError for what is
-    no full attention: soft caps, attention sinks, sliding windows."""
+    given to `model(...)`, see KVCache. Returns (R, n, H, d) and None."""
     refuse((softcap, s_aux, sliding_window) != (None, None, None), f"{type(module).__name__} "
            "wants a soft cap, attention sinks or a sliding window: it has no full attention")
     if kv is None:
@@ -186,7 +187,8 @@ class Decode:
             (n, V) of one row at a time, without its padding.
         generator: a torch.Generator, or a list of one per row: equal draws in any batch.
         callback: called after every forward with a dict: x (the canvas, to read only),
-            committed, confidence, nfe, calls, prompt_length. history: keep all canvases.
+            committed, confidence, nfe, calls, prompt_length. If it returns True (no tensor),
+            all rows stop there, and what is not filled stays M. history: keep all canvases.
     Attributes, (B, L) each: x, the canvas; visible, what is no padding; masks, what is to
     fill. A forward leaves: asked, and the logits (N, V) there; checked, and the logits there,
     judged (C, V); tokens, the predictions, x where not asked; confidence in them, 1 where not
@@ -198,9 +200,8 @@ class Decode:
                  history=False):
         check(gen_length=gen_length, block_length=block_length, temperature=temperature,
               suppress_eos=suppress_eos, postpone_eos=postpone_eos, early_stop=early_stop)
-        awaits_eos = postpone_eos or early_stop
-        eos_ids = denoiser.eos_ids[suppress_eos and awaits_eos:]
-        refuse((suppress_eos or awaits_eos) and not eos_ids,
+        needed = suppress_eos + (postpone_eos or early_stop)
+        refuse(len(denoiser.eos_ids) < needed,
                "suppress_eos, postpone_eos and early_stop need a denoiser with eos_ids, "
                "and one that can still be emitted")
         start = start_canvas(denoiser, prompt, attention_mask, gen_length)
@@ -213,7 +214,7 @@ class Decode:
         self.ends = [min(s + step, L) for s in range(self.P, L, step)] or [L]  # or only holes
         self.attention_mask = None if self.visible.all() else self.visible
         self.column = torch.arange(L, device=device)
-        self.denoiser, self.early_stop = denoiser, early_stop
+        self.denoiser, self.early_stop, self.stopped = denoiser, early_stop, False
         self.suppress_eos, self.postpone_eos = suppress_eos, postpone_eos
         self.logits_processor, self.callback = logits_processor, callback
         self.choice = dict(temperature=temperature, generator=generator)  # for predict
@@ -232,21 +233,21 @@ class Decode:
         for start, end in zip([self.P, *self.ends], self.ends):
             inside = (self.masks.cumsum(1) > 0) | (self.column >= start)
             yield self.visible & (self.column < end) & inside
-            if self.early_stop:
+            if self.early_stop and not self.stopped:
                 self.stop_at_eos(end)
 
     def forward(self, ask, form=None, checked=None, *, live=None, denoiser=None, forwards=1,
                 **how):
-        """One forward of the rows that ask or check anything; False if none does. checked: (B,
-        L) bool, tokens to judge. form: a function that runs the model on R rows in another
-        way, such as guided, windowed or shadowed: form(denoiser, x, ask, attention_mask,
-        checked=, rows=, **how) -> logits (N, V) and (C, V), positions processed (R,), with the
-        rows (R,) of each tensor. live: (B,) bool, the rows to forward instead. denoiser:
-        instead of its own. forwards: counts as so many."""
+        """One forward of the rows that ask or check anything; False if none does or a callback
+        has stopped. checked: (B, L) bool, tokens to judge. form: a function that runs the
+        model on R rows in another way, such as guided, windowed or shadowed: form(denoiser, x,
+        ask, attention_mask, checked=, rows=, **how) -> logits (N, V) and (C, V), positions
+        processed (R,), with the rows (R,) of each tensor. live: (B,) bool, the rows to forward
+        instead. denoiser: instead of its own. forwards: counts as so many."""
         checked = torch.zeros_like(ask) if checked is None else checked
         live = (ask | checked).any(1) if live is None else live
         rows, denoiser = live.nonzero()[:, 0], denoiser or self.denoiser
-        if len(rows) == 0:
+        if len(rows) == 0 or self.stopped:
             return False
         inputs = [t if t is None else t[rows] for t in (self.x, ask, self.attention_mask)]
         if form is None:
@@ -300,13 +301,12 @@ class Decode:
         if self.history is not None:
             self.history.append(self.x)
         if self.callback is not None:
-            self.callback(dict(x=self.x, committed=filled, confidence=self.confidence,
-                               nfe=self.nfe, calls=self.calls, prompt_length=self.P))
+            self.stopped = True is self.callback(dict(x=self.x, committed=filled, nfe=self.nfe,
+                confidence=self.confidence, calls=self.calls, prompt_length=self.P))
 
     def stop_at_eos(self, end):
         """All behind a row's first eos before `end` becomes eos_ids[0] and counts as given."""
-        generated = (self.column >= self.P) & (self.column < end)
-        eos = (is_eos(self.x, self.denoiser) & generated).long()
+        eos = is_eos(self.x, self.denoiser) & (self.column >= self.P) & (self.column < end)
         behind = eos.cumsum(1) > eos
         self.commit_step = self.commit_step.masked_fill(behind, 0)
         self.commit_confidence = self.commit_confidence.masked_fill(behind, 1.0)
@@ -316,7 +316,8 @@ class Decode:
 
     def output(self):
         """The DecodeOutput."""
-        n = (is_eos(self.x[:, self.P:], self.denoiser).cumsum(1) == 0).sum(1)
+        before_eos = is_eos(self.x[:, self.P:], self.denoiser).cumsum(1) == 0
+        n = (before_eos & ~self.masks[:, self.P:]).sum(1)
         return DecodeOutput(
             self.x, self.P, self.nfe, self.positions, self.calls, n / self.nfe.clamp(min=1),
             self.commit_step, self.commit_confidence, revisions_of(self.log), self.history)
@@ -375,8 +376,11 @@ def sample_llada(denoiser, prompt, *, steps=None, block_length=None,
                  **common):
     """Fill the canvas block by block, a fixed quota of the surest tokens per forward (LLaDA
     [1]). Unlike the public code it takes unequal batches, a short last block and any number of
-    steps, removes M and padded ids before the softmax, and postpones eos at any temperature
-    with no effect on other confidences (there at 0 they lose EOS; above 0 nothing is done).
+    steps, removes M and padded ids before the softmax, by which near-ties may fall otherwise
+    (as in all samplers here), and postpones eos at any temperature with no effect on other
+    confidences (there at 0 they lose EOS; above 0 nothing is done). At a temperature,
+    low_confidence, like any threshold, does not sample from the model's distribution: it looks
+    at the drawn tokens and prefers likely ones. The other orders do, one token per forward.
     Args:
         steps: forwards over all blocks (default: one token per forward).
         block_length: default: one block. tempered_confidence: see predict.
@@ -411,6 +415,9 @@ def steps_per_block(steps, run):
     if steps is None:
         return [None] * n
     refuse(steps < n, f"steps is {steps}, but there are {n} blocks, which need one each")
+    if steps > (masks := int(run.masks.sum(1).max())):
+        warnings.warn(f"steps is {steps}, but no row has more than {masks} masks, and each "
+                      "forward fills at least one: the rest is not needed", stacklevel=2)
     return quota_schedule(torch.tensor([steps]), n)[0].tolist()
 
 def guided(denoiser, x, ask, attention_mask=None, *, given, scale, checked=None, rows=None):
@@ -1057,11 +1064,12 @@ def judge_seeds(run, seeds, tau_replace, tau_remask):
 class DecodeOutput:
     """The result of a decode.
 
-    sequences: (B, P + G) ids, prompt included, no M left. prompt_length: P.
+    sequences: (B, P + G) ids, prompt included, M only if a callback stopped. prompt_length: P.
     nfe, positions: (B,) forwards, positions (no padding) processed. calls: of the model.
     tokens_per_forward: (B,) generated tokens before the first eos, per forward.
     commit_step, commit_confidence: (B, L) by which of its row's forwards (from 1) a position
-        was last filled and how surely; 0 and 1 on given tokens and what early_stop fills.
+        was last filled and how surely, by default the token's probability at temperature 1;
+        0 and 1 on given tokens and what early_stop fills.
     revisions: [Revision, ...], every token that was taken back, in order.
     history: with `history=True` the canvases, [(B, L), ...], the initial one first.
     draft_nfe, verify_nfe: (B,) forwards of sample_dual_diffusion's drafter and verifier."""
@@ -1084,7 +1092,7 @@ class DecodeOutput:
         return self.sequences[:, self.prompt_length:]
 
 # One committed token taken back: its row, at which of the row's forwards, position, the token,
-# the kind ("remask" or "replace"), and the token that was committed there next.
+# the kind ("remask" or "replace"), and the token that was committed there next (none: -1).
 Revision = namedtuple("Revision", "row forward position old kind new")
 
 def revisions_of(log):
@@ -1122,7 +1130,10 @@ def revision_statistics(out, reference=None):
     effective_remasks, effective_share_remask: of re-masks alone, as [9] counts. commits: all
     tokens committed; restored, wasted_share: how many of them, and which share, only put a
     re-masked token back. With `reference`, (B, L) or (B, G) ids, became_right, became_wrong:
-    events that changed another token into the reference's, and away from it."""
+    events that changed another token into the reference's, and away from it. What a callback
+    has left open by stopping is no event."""
+    decided = [r for r in out.revisions if r.new >= 0]
+    out = SimpleNamespace(**{**vars(out), "revisions": decided})
     same = flip_flops(out)
     remask = [not f for f, r in zip(same, out.revisions) if r.kind == "remask"]
     restored = sum(r.kind == "remask" and r.new == r.old for r in out.revisions)
@@ -1260,23 +1271,26 @@ def ids_and_rope(c):
             **{k + "_token_id": c.get(k + "_token_id") for k in ("mask", "bos", "eos", "pad")}}
 
 def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, shift=None,
-                  **from_pretrained):
+                  adapter=None, **from_pretrained):
     """A Denoiser from a checkpoint folder or hub id; nothing given: the embedded model.
     LLaDA's layout becomes a LlamaForCausalLM, Dream's a Qwen2ForCausalLM, anything else is
     opened as a stock causal LM. `denoiser.model.save_pretrained(folder)` writes the stock
-    layout. ValueError when nothing is found there, a weight is missing, unexpected or of
-    another shape, the architecture cannot be mapped, or no mask id is known.
+    layout, and in its config `shift_logits` and is_causal=False, by which transformers' own
+    attention (eager, sdpa, flex) sees both ways too. ValueError when nothing is found there, a
+    weight is missing, unexpected or of another shape, the architecture cannot be mapped, or no
+    mask id is known.
     Args:
         device: default a CUDA device if there is one, else the CPU; not with `device_map`,
             `tp_plan` or `quantization_config`, which place the weights themselves.
         dtype: default bfloat16 on a CUDA device, else float32. mask_id: if no file names it.
         shift: see Denoiser; default `shift_logits` of config.json, else True for Dream alone.
+        adapter: folder or hub id of a PEFT adapter for the stock layout; needs `peft`.
         from_pretrained: passed on: `quantization_config`, `revision`, `local_files_only`..."""
     name = os.path.expanduser(str(EMBEDDED_MODEL if name_or_path is None else name_or_path))
     refuse(from_pretrained.pop("trust_remote_code", False),
            "trust_remote_code=True was given, but no code of a checkpoint is ever run here")
-    options = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
-    hub = {k: from_pretrained[k] for k in options if k in from_pretrained}
+    adapter = None if adapter is None else os.path.expanduser(str(adapter))
+    hub = hub_options(from_pretrained, name, adapter or name)
     try:
         config, _ = transformers.PretrainedConfig.get_config_dict(name, **hub)
         refuse(not config, f"there is no config.json in {name!r}, or an empty one")
@@ -1301,19 +1315,46 @@ def load_denoiser(name_or_path=None, *, device=None, dtype=None, mask_id=None, s
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported, and refused below
             generation_config=transformers.GenerationConfig(), **from_pretrained)
+        check_report(name, model, report)
+        vars(model).pop("_weight_conversions", None)  # else it is saved under LLaDA's names
+        if adapter is not None:
+            add_adapter(model, adapter, hub)
     except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as e:
         raise ValueError(
             f"no whole checkpoint can be read at {name!r} ({type(e).__name__}: {e}). It needs "
             "safetensors weights (pickled ones can run code); if gated, its licence accepted "
             "and `hf auth login` or token=; without a network, a folder") from e
+    tokenizer = load_tokenizer(kind, name, hub)
+    shift = bool(config.get("shift_logits", kind == "dream") if shift is None else shift)
+    model.config.is_causal, model.config.shift_logits = False, shift
+    return Denoiser(model if device is None else model.to(device), shift=shift,
+                    tokenizer=tokenizer, **special_ids(config, tokenizer, mask_id))
+
+def hub_options(given, *names):
+    """What of the keywords `given` says how to ask the hub. If that is needed for one of the
+    `names` and cannot be, only what was downloaded before is read: huggingface_hub would try
+    for half a minute to reach the hub for each file that is missing."""
+    if not given.get("local_files_only") and not all(map(os.path.exists, names)):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except Exception:   # its classes differ between the versions of huggingface_hub
+            given["local_files_only"] = True
+    options = ("revision", "cache_dir", "token", "local_files_only", "subfolder")
+    return {k: given[k] for k in options if k in given}
+
+def add_adapter(model, adapter, hub):
+    """Load a PEFT adapter, a folder or hub id, into a model. ValueError if it does not fit."""
+    how = {k: hub[k] for k in ("cache_dir", "token", "local_files_only") if k in hub}
+    for file in ("adapter_config.json", "adapter_model.safetensors"):   # and no pickle
+        folder = Path(transformers.utils.cached_file(adapter, file, **how)).parent
+    report = model.load_adapter(str(folder), ignore_mismatched_sizes=True)
+    check_report(adapter, model, vars(report))
+
+def check_report(name, model, report):
+    """ValueError if weights are missing, unexpected or of another shape."""
     wrong = {k: sorted(map(str, report[k]))[:4] for k in (
         "missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs") if report.get(k)}
     refuse(wrong, f"{name!r} does not fit {type(model).__name__}: {wrong}")
-    vars(model).pop("_weight_conversions", None)  # else it is saved under LLaDA's names
-    tokenizer = load_tokenizer(kind, name, hub)
-    shift = config.get("shift_logits", kind == "dream") if shift is None else shift
-    return Denoiser(model if device is None else model.to(device), shift=bool(shift),
-                    tokenizer=tokenizer, **special_ids(config, tokenizer, mask_id))
 
 def device_for(device, given):
     """Where to load, None if `given` decides. ValueError for both or an unusable device."""
@@ -1355,20 +1396,25 @@ def load_tokenizer(kind, name, hub):
     except (OSError, ValueError, TypeError, KeyError, ImportError) as e:
         warnings.warn(f"no tokenizer in {name!r}, so no encode and decode: {e}", stacklevel=3)
 
-def encode(denoiser, text, *, chat=True):
+def encode(denoiser, text, *, chat=True, **template):
     """Token ids of prompts, left-padded, and their mask: (B, P) ids and bool, on the model's
     device. text: a str, a list of chat messages ({"role", "content"}), or a list of either.
-    With `chat` a str becomes a user message and goes through the tokenizer's template."""
+    With `chat` a str becomes a user message and goes through the tokenizer's template, which
+    is given the options `template`, for example enable_thinking=False."""
     refuse(not text or not all(text), f"text is {text!r}, expected prompts, none empty")
     refuse(denoiser.tokenizer is None, "this denoiser has no tokenizer: give token ids")
     tokenizer, rows = denoiser.tokenizer, []
+    source = template.get("chat_template", tokenizer.chat_template)
+    known = re.findall(r"\w+", f"{source} {inspect.signature(tokenizer.apply_chat_template)}")
+    unknown = [name for name in template if not chat or name not in known]
+    refuse(unknown, f"the chat template has no {', '.join(unknown)}, or is not used")
     for item in [text] if isinstance(text, str) or isinstance(text[0], dict) else text:
         if isinstance(item, str) and chat and tokenizer.chat_template:
             item = [{"role": "user", "content": item}]
         plain = isinstance(item, str)  # else the template writes special tokens
         if not plain:
             item = tokenizer.apply_chat_template(
-                item, add_generation_prompt=True, tokenize=False)
+                item, **{"add_generation_prompt": True, **template, "tokenize": False})
         rows.append(tokenizer(item, add_special_tokens=plain)["input_ids"])
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in rows[-1]:
             warnings.warn("a prompt has words that the tokenizer does not know; it becomes "
@@ -1434,19 +1480,22 @@ def start_canvas(denoiser, prompt, attention_mask, gen_length):
                "prompt's rows differ in length, which makes an attention_mask: drop yours")
         prompt, own = pad_left(rows, denoiser.pad_id)
         attention_mask = own if attention_mask is None else attention_mask
-    prompt = torch.as_tensor(prompt)
-    prompt = prompt[None] if prompt.dim() == 1 else prompt
+    prompt = torch.atleast_2d(torch.as_tensor(prompt))
     (B, P), device = prompt.shape, denoiser.device
     refuse(B == 0 or P + gen_length == 0, f"prompt has shape {(B, P)}: nothing to decode")
-    visible = torch.ones_like(prompt, dtype=torch.bool)
-    if attention_mask is not None:
-        visible = torch.as_tensor(attention_mask).to(prompt.device).bool().expand(B, P)
-        refuse((visible[:, :-1] & ~visible[:, 1:]).any(),
-               "attention_mask must be left padding: zeros, then ones, in every row")
+    if attention_mask is None and (prompt[:, ::max(P - 1, 1)] == denoiser.pad_id).any():
+        warnings.warn(f"prompt begins or ends with the padding id {denoiser.pad_id}, and "
+                      "without an attention_mask that is text to the model", stacklevel=2)
+    visible = torch.as_tensor(True if attention_mask is None else attention_mask)
+    visible = visible.to(prompt.device).bool().expand(B, P)
+    refuse((visible[:, :-1] & ~visible[:, 1:]).any(), "attention_mask must be left padding")
     prompt = check_ids(denoiser, prompt.masked_fill(~visible, denoiser.pad_id), "prompt")
     limit = getattr(denoiser.config, "max_position_embeddings", math.inf)
     refuse(P + gen_length > limit,
            f"prompt + gen_length is {P} + {gen_length} tokens, the model takes {limit}")
+    if gen_length > (known := getattr(denoiser.config, "trained_gen_length", math.inf)):
+        warnings.warn(f"gen_length is {gen_length}, but this model was trained to generate at "
+                      f"most {known} tokens (trained_gen_length of its config)", stacklevel=2)
     x = F.pad(prompt, (0, gen_length), value=denoiser.mask_id)
     return x, F.pad(visible, (0, gen_length), value=True).to(device), P
 

@@ -379,7 +379,6 @@ def write_human_eval(docs, texts, path):
 
 def main(argv=None):
     """The command line: a line per benchmark and decoder."""
-    from lm_eval_dlm import DlmSpecLM
     cli = argparse.ArgumentParser(description="Decoders of dlm_spec on benchmarks; programs that "
                                               "the model writes are run.")
     cli.add_argument("benchmarks", nargs="+", choices=[b for b in BENCHMARKS if b[:4] != "mini"])
@@ -392,7 +391,19 @@ def main(argv=None):
     cli.add_argument("--batch-size", type=int, default=8)
     cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")
     cli.add_argument("--json", type=Path, help="append the results here, a line each")
-    args, model = cli.parse_args(argv), None
+    args = cli.parse_args(argv)
+    try:
+        compare(args)
+    except (OSError, ValueError) as e:      # no network, no such file, or no such model
+        cli.exit(2, f"benchmarks.py: {e}\nModels and data sets come from the Hugging Face hub. "
+                    "Without a network, name a file of the same fields with --data and a model "
+                    "that is here (--model mini), or download both first.\n")
+
+
+def compare(args):
+    """Decode and print what the command line asks for."""
+    from lm_eval_dlm import DlmSpecLM
+    model = None
     for name in args.benchmarks:
         for decoder in args.decoders:
             lm = DlmSpecLM(model or CHECKPOINTS[args.model], batch_size=args.batch_size,

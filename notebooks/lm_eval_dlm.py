@@ -45,7 +45,8 @@ def warpers(temperature, top_k=None, top_p=None):
     """A LogitsProcessorList, or None, that drops what top_k, then top_p of softmax(logits /
     temperature) leave out (transformers' order; Dream has top_p first) and keeps the other
     logits as they are: the sampler itself divides by the temperature. At 0 nothing is
-    dropped."""
+    dropped. Confidences are of what is left: where top_p leaves one token it is 1, and positions
+    that are equally sure are filled from left to right."""
     def nucleus(x, logits):
         dropped = TopPLogitsWarper(top_p)(x, logits.float() / temperature).isneginf()
         return logits.masked_fill(dropped, -torch.inf)
@@ -90,7 +91,8 @@ class DlmSpecLM(TemplateLM):
         pretrained: folder, hub id or Denoiser; None: the embedded model. LOADING go along.
         sampler, knobs: see sampler_and_knobs.
         gen_length: G, the tokens of the canvas; default: the task's max_gen_toks, else 256.
-        temperature, top_p, top_k: default: what the task asks for, greedy unless do_sample.
+        temperature, top_p, top_k: default: what the task asks for, greedy unless do_sample; what
+            top_p does to the order: see warpers.
         batch_size: prompts per call of the sampler, and rows per forward of the likelihood.
         n_samples: Monte-Carlo samples of a likelihood. check_greedy: whether loglikelihood
             also decodes the answer greedily, for its second result (else False).

@@ -91,6 +91,7 @@ VARIANTS = {            # each sampler, cache and view, with knobs that make som
                                     commit_cap=False)),
     "cover, dual": ("cover", dict(threshold=.1, cache="dual", refresh=3)),
 }
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
 every_variant = pytest.mark.parametrize("name, knobs", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -674,6 +675,32 @@ def test_an_interrupted_sampler_leaves_its_denoiser_as_it_was(name, where, monke
     after = SAMPLERS[name](d, random_ids(2, 3), **knobs)
     assert torch.equal(before.sequences, after.sequences)
     assert torch.equal(before.nfe, after.nfe) and before.revisions == after.revisions
+
+
+@every_variant
+def test_a_callback_that_returns_true_stops_the_decode_as_it_stands(name, knobs):
+    """What was done before is as without it, no forward follows, and what was not filled is
+    still M; a re-masked token that nothing has followed has no `new` one."""
+    d = Denoiser(lively(tiny_llama, 2), M, eos_ids=(8,))
+    given = dict(gen_length=12, block_length=6, history=True, **knobs)
+    full = SAMPLERS[name](d, PROMPTS, **given)
+    for k in range(1, full.calls):
+        out = SAMPLERS[name](d, PROMPTS, **given, callback=lambda s, k=k: s["calls"] == k)
+        open_ = out.sequences == M
+        assert out.calls == k and torch.equal(out.sequences, full.history[k])
+        assert open_.any() or k > 1     # a full canvas may still be checked
+        assert all(map(torch.equal, out.history, full.history)) and len(out.history) == k + 1
+        assert (out.commit_step[:, :3] == 0).all() and (out.nfe <= full.nfe).all()
+        text = (out.generated != M) & ((out.generated == 8).cumsum(1) == 0)
+        assert torch.equal(out.tokens_per_forward, text.sum(1) / out.nfe.clamp(min=1))
+        assert [r[:5] for r in out.revisions] == [r[:5] for r in full.revisions][
+            :len(out.revisions)]
+        assert all(r.new == (f.new if r.new >= 0 else -1)
+                   for r, f in zip(out.revisions, full.revisions))
+        found = dlm_spec.revision_statistics(out)
+        undone = sum(r.new < 0 for r in out.revisions)
+        assert found["events"] == len(out.revisions) - undone
+        assert found["commits"] == len(out.revisions) + int((~open_[:, 3:]).sum())
 
 
 @every_variant

@@ -207,6 +207,23 @@ def test_the_command_line_prints_and_appends_a_line_per_decoder(tmp_path, capsys
     assert rows[0]["nfe"] == 8 and "gsm8k      cover           0/2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("argv, message", [
+    (["gsm8k", "--model", "mini"], "Couldn't reach 'openai/gsm8k'"),
+    (["gsm8k", "--model", "mini", "--data", "/no/such/file"], "'/no/such/file'"),
+    (["gsm8k", "--model", "llada"], "GSAI-ML/LLaDA-8B-Instruct")],
+    ids=["data set", "file", "model"])
+def test_what_is_not_there_is_said_in_a_paragraph(argv, message, capsys, monkeypatch, tmp_path):
+    """Without a network, as here: no traceback, and what to do instead."""
+    pytest.importorskip("lm_eval", reason="pip install lm-eval")
+    for cache in ("datasets.config.HF_DATASETS_CACHE", "huggingface_hub.constants.HF_HUB_CACHE"):
+        monkeypatch.setattr(cache, str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit) as e:
+        b.main([*argv, "--decoders", "cover"])
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and message in said and "--data" in said.split("benchmarks.py:")[1]
+
+
 def test_a_base_model_sees_no_chat_and_stops_at_the_next_problem(tmp_path):
     """HumanEval's prompt is the bare function; the text ends before what a base model goes on
     with; examples come from the hub's few-shot split."""

@@ -332,6 +332,23 @@ def test_callback_and_history_see_every_forward():
     assert torch.allclose(out.commit_confidence, torch.tensor([[1, .6, .5, .9, .7]]))
 
 
+def test_a_decode_that_is_stopped_is_not_filled_with_eos():
+    """early_stop fills the rest of a row at the end of a block, not where a callback stops."""
+    d = denoiser_of(table({}, {3: .5}, {EOS: .9}, {2: .4}), eos_ids=(EOS,))
+    knobs = dict(gen_length=3, early_stop=True)
+    assert sample_llada(d, [[1]], **knobs).generated.tolist() == [[3, EOS, EOS]]
+    out = sample_llada(d, [[1]], **knobs, callback=lambda step: True)
+    assert out.generated.tolist() == [[M, EOS, M]] and out.nfe.tolist() == [1]
+    assert out.tokens_per_forward.tolist() == [0] and out.commit_step.tolist() == [[0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("result", [None, False, 1, torch.ones(2, 3)], ids=repr)
+def test_a_callback_that_returns_anything_else_lets_it_go_on(result):
+    """What a lambda happens to return is no request to stop."""
+    out = sample_llada(denoiser_of(ORDER), [[1]], gen_length=4, callback=lambda step: result)
+    assert out.calls == 4 and (out.sequences != M).all()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_processor_that_breaks_the_logits_is_an_error(value):
     with pytest.raises(ValueError, match="logits cannot be used"):

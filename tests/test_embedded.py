@@ -6,6 +6,7 @@ import pytest
 import tasks
 import torch
 from evaluate import evaluate
+from transformers import AutoModelForCausalLM
 
 import dlm_spec
 from dlm_spec import SAMPLERS
@@ -32,6 +33,18 @@ def test_the_checkpoint_is_a_small_stock_llama():
     d = dlm_spec.load_denoiser(device="cpu", dtype=torch.bfloat16)
     assert type(d.model).__name__ == "LlamaForCausalLM" and d.model.dtype == torch.bfloat16
     assert d.mask_id == d.tokenizer.mask_token_id and d.eos_ids == (d.tokenizer.eos_token_id,)
+
+
+def test_a_stock_model_reads_it_right(denoiser):
+    """Its config says that it is not causal, and how long its canvases were."""
+    stock = AutoModelForCausalLM.from_pretrained(dlm_spec.EMBEDDED_MODEL, dtype=torch.float32)
+    ids, _ = denoiser.encode(dlm_spec.EXAMPLE)
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=ids, use_cache=False).logits
+                        for m in (denoiser.model, stock.eval()))
+    assert stock.config._attn_implementation != "dlm_spec"
+    assert (ours - theirs).abs().max() < 1e-3
+    assert denoiser.config.shift_logits is False and denoiser.config.trained_gen_length >= 64
 
 
 @pytest.mark.parametrize("steps, n", [(64, 3), (16, 8)])

@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: MIT
 """Section 4, sample_llada: orders worked out by hand on tables, schedules, guidance,
 memory."""
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import Table, commit_order, random_ids, tiny_llama, tiny_qwen2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlm_spec
-from dlm_spec import Denoiser, draw, guided, is_eos, quota_schedule, sample_llada, top_k
+from dlm_spec import (
+    Denoiser,
+    draw,
+    guided,
+    is_eos,
+    quota_schedule,
+    sample_dkv,
+    sample_llada,
+    top_k,
+)
 
 M, V = 9, 10        # the tables below: ten ids, the last is the mask
 
@@ -96,6 +108,45 @@ def test_quotas_of_unequal_rows():
                        steps=3)
     counts = [[int((row == s).sum()) for s in (1, 2, 3)] for row in out.commit_step]
     assert counts == [[3, 3, 2], [2, 2, 1]]
+
+
+@pytest.mark.parametrize("sampler", [sample_llada, sample_dkv])
+def test_steps_beyond_the_masks_are_named(sampler):
+    """CASES 12: they cost nothing, but the caller may have meant something else. Holes of the
+    prompt are masks too."""
+    d = denoiser_of(torch.zeros(20, V))
+    with pytest.warns(UserWarning, match="steps is 7, but no row has more than 6 masks"):
+        out = sampler(d, [[1, M, 2]], gen_length=5, steps=7)
+    assert out.nfe.tolist() == [6]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler(d, [[1, M, 2], [1, 2, 2]], gen_length=5, steps=6)
+
+
+JOINT = torch.tensor([[.50, .10], [.15, .25]])      # of two tokens
+
+
+def two_tokens(input_ids, **_):
+    """Each token's distribution given the other, or none (id 2 is M), by JOINT."""
+    given_second = torch.cat([JOINT / JOINT.sum(0), JOINT.sum(1, keepdim=True)], 1).T
+    given_first = torch.cat([JOINT / JOINT.sum(1, keepdim=True), JOINT.sum(0, keepdim=True)])
+    p = torch.stack([given_second[input_ids[:, 1]], given_first[input_ids[:, 0]]], 1)
+    return SimpleNamespace(logits=p.log())
+
+
+@pytest.mark.parametrize("remasking, want", [
+    ("random", JOINT), ("margin", JOINT), ("entropy", JOINT),
+    ("low_confidence", torch.tensor([[.675, .035], [.2025, .0875]]))])
+def test_the_order_decides_what_is_sampled_at_a_temperature(remasking, want):
+    """Orders that do not look at the drawn tokens give the model's distribution. Low confidence
+    keeps the likelier of two draws: the second 0, .65, whenever it is drawn, the first 0, .6,
+    when it is drawn beside the second 1: [0, 0] has .65 * .5 / .65 + .6 * .35 * .5 / .6 = .675
+    instead of .5. The bound, .02, is 2.5 standard errors of 4,000 rows."""
+    out = sample_llada(Denoiser(two_tokens, 2), torch.zeros(4000, 0).long(), gen_length=2,
+                       temperature=1.0, remasking=remasking,
+                       generator=torch.Generator().manual_seed(0))
+    found = torch.bincount(out.generated @ torch.tensor([2, 1]), minlength=4) / 4000
+    assert (found.view(2, 2) - want).abs().max() < .02
 
 
 @torch.no_grad()

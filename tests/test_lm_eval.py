@@ -178,6 +178,20 @@ def test_top_p_counts_the_tempered_probabilities_and_leaves_the_logits_alone():
     assert lm_eval_dlm.warpers(0.0, 2, .9) is None and lm_eval_dlm.warpers(1.0) is None
 
 
+def test_a_nucleus_of_one_token_fills_from_left_to_right():
+    """All confidences are then 1, and of equals the first is filled; without top_p the surest,
+    here the last, is."""
+    logits = torch.tensor([[3.0, 0.0], [4.0, 0.0], [5.0, 0.0]])
+    d = dlm_spec.Denoiser(lambda input_ids, **_: SimpleNamespace(logits=logits[None]), 2)
+    for top_p, steps, sure in ((.5, [1, 2, 3], True), (None, [3, 2, 1], False)):
+        out = dlm_spec.sample_llada(
+            d, torch.zeros(1, 0).long(), gen_length=3, temperature=1.0,
+            logits_processor=lm_eval_dlm.warpers(1.0, top_p=top_p),
+            generator=torch.Generator().manual_seed(0))
+        assert out.commit_step.tolist() == [steps]
+        assert bool((out.commit_confidence == 1).all()) == sure
+
+
 def test_likelihoods_are_those_of_log_likelihood(denoiser):
     """Each with the same seed, whatever came before it; greedy as one token per forward
     decodes."""

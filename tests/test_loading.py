@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import socket
+import sys
 import threading
 import warnings
 from types import SimpleNamespace
@@ -458,6 +459,71 @@ def test_a_saved_checkpoint_has_the_stock_layout_and_loads_the_same(kind, reques
     assert torch.equal(full_logits(original, IDS), full_logits(reloaded, IDS))
     for field in ("mask_id", "eos_ids", "pad_id", "n_tokens", "shift"):
         assert getattr(original, field) == getattr(reloaded, field), field
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+def test_a_saved_checkpoint_is_bidirectional_for_transformers_too(kind, attention, request,
+                                                                  tmp_path):
+    """AutoModelForCausalLM gives the same logits, padded rows included; that they are shifted
+    is in the config."""
+    d = load_denoiser(request.getfixturevalue(kind)[0], device="cpu")
+    d.model.save_pretrained(tmp_path / "saved")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32,
+                                                 attn_implementation=attention).eval()
+    for mask in (None, torch.tensor([[0] * 3 + [1] * 6, [1] * 9])):
+        ours, theirs = (m(input_ids=IDS, attention_mask=mask, use_cache=False).logits
+                        for m in (d.model, stock))
+        shown = torch.ones_like(IDS, dtype=torch.bool) if mask is None else mask.bool()
+        assert (ours - theirs)[shown].abs().max() < 1e-4
+    assert stock.config.is_causal is False and stock.config.shift_logits is (kind == "dream")
+
+
+# -------------------------------------------------- adapters
+
+@pytest.fixture
+def adapter(tmp_path, llada):
+    """A PEFT adapter for the tiny LLaDA in its stock layout: its folder, and its logits."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(load_denoiser(llada[0], device="cpu").model, config).eval()
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    return tmp_path / "adapter", model(input_ids=IDS, use_cache=False).logits
+
+
+def test_an_adapter_is_loaded_on_top(llada, adapter):
+    """The logits are those of peft's own model, and not those without the adapter."""
+    with_it, without = (full_logits(load_denoiser(llada[0], device="cpu", adapter=a), IDS)
+                        for a in (adapter[0], None))
+    assert torch.equal(with_it, adapter[1]) and (with_it - without).abs().max() > .1
+
+
+@pytest.mark.parametrize("edit, message", [
+    (lambda w: {k.replace("layers", "blocks"): t for k, t in w.items()}, "missing_keys"),
+    (lambda w: {k: t for k, t in w.items() if "0.self_attn.q_proj.lora_A" not in k},
+     "missing_keys"),
+    (lambda w: w | {"base_model.model.more.lora_A.weight": torch.zeros(2)}, "unexpected_keys"),
+    (lambda w: {k: t[:1].clone() for k, t in w.items()}, "mismatched_keys")],
+    ids=["names", "missing", "unexpected", "shape"])
+def test_an_adapter_that_does_not_fit_is_refused(llada, adapter, edit, message):
+    weights = adapter[0] / "adapter_model.safetensors"
+    save_file(edit(load_file(weights)), weights)
+    with pytest.raises(ValueError, match=rf"adapter' does not fit .*{message}"):
+        load_denoiser(llada[0], device="cpu", adapter=adapter[0])
+
+
+def test_an_adapter_s_pickle_is_not_opened(llada, adapter):
+    (adapter[0] / "adapter_model.safetensors").rename(adapter[0] / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"not appear to have .* adapter_model\.safetensors"):
+        load_denoiser(llada[0], device="cpu", adapter=adapter[0])
+
+
+def test_without_peft_the_error_names_it(llada, tmp_path, monkeypatch):
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="peft"):
+        load_denoiser(llada[0], device="cpu", adapter=tmp_path)
 
 
 # -------------------------------------------------- the full sizes, without their weights
@@ -946,6 +1012,34 @@ def test_what_the_hub_refuses_names_the_model_and_the_remedies(
     assert type(e.value.__cause__.__cause__).__name__ == cause, "the stand-in is not the hub"
 
 
+@pytest.fixture
+def unreachable(monkeypatch):
+    """A hub that nobody answers for; waiting between attempts fails the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(hub, "ENDPOINT", url)
+    monkeypatch.setattr(hub, "HUGGINGFACE_CO_URL_TEMPLATE",
+                        url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+
+
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(unreachable, tmp_path):
+    """huggingface_hub would try six times, for 23 seconds and more."""
+    assert "couldn't connect" in cannot_be_read(LLADA_NAME, cache_dir=tmp_path)
+
+
+def test_what_was_downloaded_before_needs_no_hub(unreachable, tmp_path):
+    cached(LLADA_NAME, tmp_path)
+    assert load_denoiser(LLADA_NAME, device="cpu", cache_dir=tmp_path).mask_id == 2
+
+
+def test_an_adapter_of_an_unreachable_hub_is_not_waited_for_either(llada, unreachable, tmp_path):
+    with pytest.raises(ValueError, match="couldn't connect"):
+        load_denoiser(llada[0], device="cpu", adapter="some/adapter", cache_dir=tmp_path)
+
+
 def test_offline_a_missing_checkpoint_is_to_be_downloaded(tmp_path, monkeypatch, no_network):
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     cannot_be_read(LLADA_NAME, cache_dir=tmp_path)
@@ -1005,6 +1099,20 @@ def test_encode_takes_text_messages_and_lists_of_them():
         talk, "<user> how many <bot>", "<user> left <bot>"]
     assert words(*d.encode("how many", chat=False)) == ["how many"]
     assert words(*talker(template=None).encode("how many")) == ["how many"]
+
+
+def test_options_of_the_chat_template_are_passed_on():
+    """Its own, such as enable_thinking, and apply_chat_template's; what it does not have, or
+    without a template, is refused: it would change nothing."""
+    d = talker(TEMPLATE + "{% if enable_thinking %} left{% endif %}")
+    assert words(*d.encode("apples", enable_thinking=True)) == ["<user> apples <bot> left"]
+    assert words(*d.encode("apples", enable_thinking=False)) == ["<user> apples <bot>"]
+    assert words(*d.encode("apples", add_generation_prompt=False)) == ["<user> apples"]
+    for given in (dict(enable_thinkin=True), dict(chat=False, enable_thinking=True)):
+        with pytest.raises(ValueError, match="the chat template has no enable_thinkin"):
+            d.encode("apples", **given)
+    with pytest.raises(ValueError, match="the chat template has no enable_thinking"):
+        talker(template=None).encode("apples", enable_thinking=True)
 
 
 def test_encode_and_pad_left_pad_on_the_left():

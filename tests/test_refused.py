@@ -170,6 +170,47 @@ def test_logits_that_cannot_be_used_are_refused(name, bad):
     )
 
 
+# -------------------------------------------------- what is only doubtful: a warning
+
+@every_sampler
+@pytest.mark.parametrize("prompt", [[[0, 7, 7], [7, 7, 7]], [[7, 7, 7], [7, 7, 0]]],
+                         ids=["left", "right"])
+def test_padding_without_a_mask_is_named(model, name, prompt):
+    """CASES 41: in every sampler, on either side; with a mask, or as a list of rows of unequal
+    length, it is none."""
+    d, knobs = Denoiser(model, M, pad_id=0), dict(gen_length=2)
+    with pytest.warns(UserWarning, match="padding id 0.*attention_mask"):
+        SAMPLERS[name](d, torch.tensor(prompt), **knobs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SAMPLERS[name](d, torch.tensor(prompt), attention_mask=torch.ones(2, 3), **knobs)
+        SAMPLERS[name](d, [[7, 7, 7], [7, 7]], **knobs)
+        SAMPLERS[name](d, torch.tensor([[7, 0, 7]]), **knobs)
+
+
+def test_a_warning_comes_once(model):
+    """As Python's own filter has it: for each text."""
+    d = Denoiser(model, M, pad_id=0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            log_likelihood(d, torch.tensor([[0, 7]]), [[3]], n_samples=1)
+    assert len(found) == 1
+
+
+@every_sampler
+def test_a_canvas_longer_than_in_training_is_named(name):
+    """CASES 41: by `trained_gen_length` of the model's config; without it nothing is known."""
+    model = tiny_llama(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SAMPLERS[name](Denoiser(model, M), IDS, gen_length=6)
+        model.config.trained_gen_length = 6
+        SAMPLERS[name](Denoiser(model, M), IDS, gen_length=6)
+    with pytest.warns(UserWarning, match=r"gen_length is 7, .* at most 6 tokens"):
+        SAMPLERS[name](Denoiser(model, M), IDS, gen_length=7)
+
+
 # -------------------------------------------------- knobs that depend on each other
 
 @pytest.mark.parametrize("name, given, message", [
