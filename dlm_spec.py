@@ -301,8 +301,9 @@ class Decode:
         if self.history is not None:
             self.history.append(self.x)
         if self.callback is not None:
-            self.stopped = True is self.callback(dict(x=self.x, committed=filled, nfe=self.nfe,
+            answer = self.callback(dict(x=self.x, committed=filled, nfe=self.nfe,
                 confidence=self.confidence, calls=self.calls, prompt_length=self.P))
+            self.stopped = answer is True
 
     def stop_at_eos(self, end):
         """All behind a row's first eos before `end` becomes eos_ids[0] and counts as given."""

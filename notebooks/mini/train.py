@@ -251,7 +251,7 @@ def build_model(tokenizer, hidden, layers):
                          mask_token_id=tokenizer.mask_token_id,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
                          bos_token_id=None, is_causal=False, shift_logits=False,
-                         trained_gen_length=64)     # the longest canvas of `batches`
+                         trained_gen_length=max(stage.canvas for stage in CURRICULUM))
     model = LlamaForCausalLM(config)
     start_as_neighbour_heads(model.model.layers[0])
     start_numbers_on_circles(model.model.embed_tokens.weight, tokenizer)
