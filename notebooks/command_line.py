@@ -3,7 +3,7 @@
 
     python dlm_spec.py                                      # one problem, then all samplers
     python dlm_spec.py "What is 3 + 4?" --sampler wino threshold=.5 --model my/checkpoint
-    python dlm_spec.py --preset cover.7-closing             # a row of the README's table
+    python dlm_spec.py --preset wino.6                      # a row of the README's table
     python dlm_spec.py --copy sample_cover > my_cover.py    # a file that stands alone
 
 `keyword=value` goes to the sampler as it is: see help(dlm_spec.sample_cover) and of Decode.
@@ -13,7 +13,6 @@ import ast
 import functools
 import inspect
 import itertools
-import json
 import os
 import re
 import shutil
@@ -35,7 +34,6 @@ VERIFIERS = {"trust": dlm_spec.verify_trust, "kl": dlm_spec.verify_kl,
              "confidence": dlm_spec.verify_confidence}
 VIEWS = {"leave_one_out": dlm_spec.view_leave_one_out, "visible": dlm_spec.view_visible,
          "cover": dlm_spec.view_cover}
-PRESETS = ROOT / "notebooks" / "results" / "presets.json"       # name -> [sampler, its keywords]
 
 
 def knobs_of(sampler):
@@ -220,12 +218,19 @@ def chosen(args, given):
             for name, sampler in SAMPLERS.items()}
     name = args.sampler or "cover"
     if args.preset:
-        presets = json.loads(PRESETS.read_text())
-        if args.preset not in presets:
-            raise ValueError(f"there is no preset {args.preset!r}, but {', '.join(presets)}")
-        name, settings = presets[args.preset]
-        given = {"block_length": 64, **settings, **given}
+        name, knobs = preset(args.preset, given["gen_length"])
+        given = {"block_length": 64, **knobs, **given}
     return {name: named_knobs(SAMPLERS[name], given)}, {}
+
+
+def preset(name, gen_length):
+    """A setting of the experiments: its sampler's name and keywords."""
+    sys.path.insert(0, str(ROOT / "notebooks" / "mini"))
+    import experiments
+    known = experiments.settings()
+    if name not in known:
+        raise ValueError(f"there is no preset {name!r}, but {', '.join(known)}")
+    return known[name].sampler, experiments.knobs_of(known[name], gen_length)
 
 
 def value_of(text):

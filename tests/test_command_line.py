@@ -2,7 +2,6 @@
 samplers."""
 import functools
 import io
-import json
 import re
 import shlex
 import subprocess
@@ -11,9 +10,10 @@ import warnings
 from pathlib import Path
 
 import command_line
+import experiments
 import pytest
 import torch
-from command_line import PRESETS, LiveCanvas, knobs_of, named_knobs
+from command_line import LiveCanvas, named_knobs
 
 import dlm_spec
 from dlm_spec import SAMPLERS
@@ -183,7 +183,7 @@ def test_a_seed_is_the_seed(run):
     (["verify=kl", "of=max", "--sampler", "dual_diffusion"], "has no of"),
     (["threshold=.5", "--preset", "saber4"], "sample_saber has no threshold"),
     (["thresold=.9", "--compare"], "thresold"),
-    (["--preset", "no-such-preset"], "cover.7-closing"),
+    (["--preset", "no-such-preset"], "wino.6"),
     (["--preset", "saber4", "--sampler", "wino"], "give one"),
     (["--compare", "--sampler", "wino"], "give one"),
     (["another problem"], "2 problems"),
@@ -231,25 +231,11 @@ def test_the_command_line_says_what_cannot_be_loaded(argv, message, capsys, monk
 
 # -------------------------------------------------- presets and the table
 
-MEASURED = [record for family in ("math", "choice", "code")
-            for record in json.loads((PRESETS.parent / f"test_{family}.json").read_text())]
-
-
-@pytest.mark.parametrize("preset, setting", json.loads(PRESETS.read_text()).items())
-def test_a_preset_is_one_setting_that_was_measured(preset, setting):
-    """Its sampler and knobs stand in the records of the test split, and the sampler has
-    them."""
-    name, knobs = setting
-    assert [r for r in MEASURED if (r["sampler"], r["knobs"]) == (name, knobs)]
-    assert named_knobs(SAMPLERS[name], knobs).items() >= knobs.items()
-    assert {*knobs} <= knobs_of(SAMPLERS[name])
-
-
-def test_no_two_presets_are_the_same_setting():
-    settings = [
-        json.dumps(s, sort_keys=True) for s in json.loads(PRESETS.read_text()).values()
-    ]
-    assert len({*settings}) == len(settings) > 10
+def test_presets_are_the_settings_of_the_experiments():
+    """A number of tokens per forward becomes a number of steps."""
+    assert command_line.preset("four-per-forward", 64) == ("llada", dict(steps=16))
+    assert command_line.preset("wino.6", 64) == ("wino", dict(threshold=.6))
+    assert len(experiments.settings()) > 40
 
 
 def test_a_preset_decodes_as_it_was_measured(run, calls):

@@ -147,6 +147,14 @@ PATCHES = {     # what an ablation puts in the place of a part of the module
     "d_out": ("seed_score", lambda u, d_in, d_out: u * (1 + d_in))}
 
 
+def knobs_of(setting, gen_length):
+    """A setting's keywords; so many tokens per forward become a number of steps."""
+    knobs = dict(setting.knobs)
+    if "per_forward" in knobs:
+        knobs["steps"] = gen_length // knobs.pop("per_forward")
+    return knobs
+
+
 def patch_of(part):
     """A context in which a part of the module is replaced as in PATCHES; None: nothing is."""
     return mock.patch.object(dlm_spec, *PATCHES[part]) if part else contextlib.nullcontext()
@@ -154,9 +162,7 @@ def patch_of(part):
 
 def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
     """`evaluate` with a setting."""
-    knobs = {"gen_length": gen_length, "block_length": block_length} | setting.knobs
-    if "per_forward" in knobs:
-        knobs["steps"] = gen_length // knobs.pop("per_forward")
+    knobs = knobs_of(setting, gen_length) | dict(gen_length=gen_length, block_length=block_length)
     sampler = dlm_spec.SAMPLERS[setting.sampler]
     with patch_of(knobs.pop("without", None)):
         return evaluate(denoiser, sampler, problems,
@@ -345,6 +351,29 @@ def table(split="test", families=tasks.FAMILIES, samplers=None, gen_length=64, b
     return "\n".join(lines)
 
 
+def summary(names, split="test", gen_length=64):
+    """The table of the README: a row per setting, accuracy and forwards in each family; tokens
+    per second and effective re-masks of all families together."""
+    found, known = {f: read(split, f, gen_length) for f in tasks.FAMILIES}, settings()
+    lines = ["| decoder | whose | MiniMath | MiniChoice | MiniCode | tokens/s "
+             "| effective re-masks |", "|---|---|---|---|---|---|---|"]
+    for name in names:
+        rows = [found[family][name] for family in tasks.FAMILIES]
+        cells = ["{:.1f} % [{:.1f}, {:.1f}] in ".format(*accuracy(r)) + f"{r['nfe']:.1f}"
+                 for r in rows]
+        speed = sum(r["tokens"] for r in rows) / sum(r["cpu"] for r in rows)
+        total = {k: sum(r["revisions"].get(k, 0) for r in rows)
+                 for k in ("events", "remasks", "effective_remasks", "replaces")}
+        cells += [f"{speed:.0f}", effective(dict(revisions=total))[0]]
+        lines.append(f"| {known[name].decoder} {known[name].value} | {known[name].whose} | "
+                     + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+README_ROWS = ("one-per-forward", "four-per-forward", "threshold.9", "dual_diffusion-confidence",
+               "dual_diffusion-out.6", "wino.6", "saber2", "cover-few.6", "cover.5", "cover.7")
+
+
 def against_rivals(name, split="test", families=tasks.FAMILIES, gen_length=64, block_length=None):
     """A line per family and cost: the best other decoder at no more forwards, positions and
     seconds, and this setting's points above it, paired, with the 95 % interval."""
@@ -364,7 +393,7 @@ def main():
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("what", choices=("run", "choose", "table"))
+    cli.add_argument("what", choices=("run", "choose", "table", "summary"))
     cli.add_argument("split", choices=("validation", "test"), nargs="?", default="test")
     cli.add_argument("-n", type=int, default=300, help="prompts per family")
     cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
@@ -377,6 +406,8 @@ def main():
     known = settings() | ablations()
     if args.what == "choose":
         return print(json.dumps(choose(args.split), indent=1))
+    if args.what == "summary":
+        return print(summary(README_ROWS, args.split))
     if args.what == "table":
         return print(table(args.split, args.families, gen_length=args.gen_length,
                            block_length=args.block_length))
