@@ -47,7 +47,7 @@ def filling(ax, out, denoiser, row=0):
     for i, t in enumerate(out.sequences[row, P:].tolist()):
         word = "·" if t in denoiser.eos_ids else denoiser.tokenizer.decode([t])
         ax.text(i, steps[i] - 1, word.replace("\n", "↵"), ha="center", va="center",
-                fontsize=8 if len(word) < 4 else 6, color="white" if sure[i] < .7 else "black")
+                fontsize=9 if len(word) < 4 else 6, color="white" if sure[i] < .7 else "black")
     ax.set(xlabel="position in the answer", ylabel="forward")
 
 
