@@ -166,8 +166,8 @@ def some_batches(tokenizer, steps):
 def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
     """Of all families, at the start and in the middle of the curriculum; what is to be learned
     is no padding, and what is filled up behind an answer is end of text."""
-    found = some_batches(tokenizer, [*range(30), *range(7000, 7030)])
-    assert found.keys() == {*tasks.FAMILIES, "letter"}
+    found = some_batches(tokenizer, [*range(30), *range(9000, 9030)])
+    assert found.keys() == {*tasks.FAMILIES, "letter", "whole"}
     for x, answer, real in (b for some in found.values() for b in some):
         assert x.shape == answer.shape == real.shape and answer.any(1).all()
         assert torch.equal(real == 0, x == tokenizer.pad_token_id)
@@ -193,7 +193,7 @@ def test_letter_batches_teach_the_letter_alone(tokenizer):
 def test_some_batches_are_cut_as_block_by_block_decoding_leaves_them(tokenizer):
     """Known, then at most a block to be learned, then masks alone."""
     cut = 0
-    for x, answer, _ in some_batches(tokenizer, range(7000, 7040))["math"]:
+    for x, answer, _ in some_batches(tokenizer, range(9000, 9040))["math"]:
         for row, learned in zip(x, answer):
             behind = row[int(learned.nonzero()[-1]) + 1:]
             assert (behind == tokenizer.mask_token_id).all()
@@ -203,7 +203,7 @@ def test_some_batches_are_cut_as_block_by_block_decoding_leaves_them(tokenizer):
 
 def test_training_sees_exams_steps_and_long_canvases(tokenizer):
     texts, widths = [], []
-    for x, _, _ in some_batches(tokenizer, range(7000, 7040))["math"]:
+    for x, _, _ in some_batches(tokenizer, range(9000, 9040))["math"]:
         texts += tokenizer.batch_decode(x)
         widths.append(x.shape[1])
     assert any("\n4." in text for text in texts) and max(widths) > 256

@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import dlm_spec
 
 TINY = ["--hidden", "48", "--layers", "1"]
-SHORT = (train.Stage(64, 160, lr=(1e-3, 1e-4), mix=(1, 0, 0), exams=0, canvas=40, letters=0,
-                     hide=(0, 0)),)
+SHORT = (train.Stage(64, 160, lr=(1e-3, 1e-4), mix=(1, 0, 0), whole=0, exams=0, canvas=40,
+                     long=.4, letters=0, hide=(0, 0)),)
 FULL = r"(?i)file too large|os error 27|unexpected pos"     # in python, rust and torch
 
 
@@ -177,8 +177,8 @@ def test_ctrl_c_from_outside_saves_and_says_so(tmp_path):
     """The command in a process of its own: exit code 130, a word, no traceback."""
     code = f"""
 import train
-train.CURRICULUM = (train.Stage(2000, 160, lr=(1e-3, 1e-4), mix=(1, 0, 0), exams=0, canvas=40,
-                                letters=0, hide=(0, 0)),)
+train.CURRICULUM = (train.Stage(2000, 160, lr=(1e-3, 1e-4), mix=(1, 0, 0), whole=0, exams=0,
+                                canvas=40, long=.4, letters=0, hide=(0, 0)),)
 train.build_tokenizer = lambda: train.PreTrainedTokenizerFast.from_pretrained(
     {str(dlm_spec.EMBEDDED_MODEL)!r})
 train.main()"""
@@ -211,6 +211,6 @@ def test_a_short_run_of_the_command_learns(tmp_path, monkeypatch):
                                       str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     train.main()
     first, *_, last = (line["loss"] for line in curve(tmp_path))
-    assert first.keys() == last.keys() == {"math", "choice", "code", "letter"}
+    assert first.keys() == last.keys() == {"math", "choice", "code", "letter", "whole"}
     assert all(last[k] < first[k] * 2 / 3 for k in ("math", "choice", "code")), (first, last)
     assert dlm_spec.load_denoiser(tmp_path / "out", device="cpu").tokenizer is not None

@@ -81,19 +81,24 @@ class Stage:
     tokens: int         # the most tokens in a batch
     lr: tuple           # learning rate at its first and its last step; linear in between
     mix: tuple          # shares of the families among the batches, in the order of tasks.FAMILIES
+    whole: float        # share of batches that hide tokens of the prompt, too
     exams: float        # share of batches whose prompts hold two to four problems
     canvas: int         # the longest canvas
+    long: float         # share of batches with a canvas of any length up to that
     letters: float      # share of the batches of multiple choice that teach the letter alone
     hide: tuple         # the largest share of their other tokens that is hidden; first and last
 
 
 CURRICULUM = (
-    Stage(6000, 3072, lr=(2e-3, 2e-3), mix=(.45, .35, .2), exams=0, canvas=64,
-          letters=.5, hide=(0, 1)),
-    Stage(8000, 3072, lr=(2e-3, 2e-3), mix=(.4, .3, .3), exams=.5, canvas=256,
-          letters=.3, hide=(1, 1)),
-    Stage(4000, 6144, lr=(2e-3, 2e-5), mix=(.4, .3, .3), exams=.5, canvas=256,
-          letters=.2, hide=(1, 1)))
+    # single problems on short canvases; half of the letters with all else visible at first
+    Stage(8000, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
+          long=.2, letters=.5, hide=(0, .5)),
+    # up to four problems, any length
+    Stage(10_000, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .3, .3), whole=.1, exams=.5, canvas=256,
+          long=.4, letters=.3, hide=(.5, 1)),
+    # the same with a falling learning rate
+    Stage(5000, 6144, lr=(1.5e-3, 1.5e-5), mix=(.4, .3, .3), whole=0, exams=.5, canvas=256,
+          long=.4, letters=.2, hide=(1, 1)))
 ONE_STEP = .2           # share of problems of one step among those of MiniMath
 
 
@@ -114,14 +119,16 @@ def between(ends, share):
 def batch(tokenizer, step, seed=0):
     """The training batch of a step: (what, x, answer, attention_mask), the last three (B, L).
 
-    what: the family, or "letter". x: prompts, padded on the left, then answers, filled up by
-    EOS to a canvas length drawn per batch (decoding must work on all). answer: the tokens that
+    what: the family, "letter" or "whole". x: prompts, padded on the left, then answers, filled up
+    by EOS to a canvas length drawn per batch (decoding must work on all). answer: the tokens that
     are to be learned, of which the loss hides a random share.
 
     All rows are of one family: in a loss averaged over tokens the letter of a multiple choice
     drowns, and the model names the right option and a letter at random. For the same reason
-    some batches ask for the letter alone. A quarter of the others is cut in three, as block by
-    block decoding leaves a canvas: known, to be learned, and still all masks.
+    some batches ask for the letter alone. Of the others some hide tokens of the prompt, too, as
+    in pretraining, by which the model learns sooner to look from one place for what stands at
+    another; and a quarter is cut in three, as block by block decoding leaves a canvas: known, to
+    be learned, and still all masks.
     """
     stage, share = stage_at(step)
     rng = random.Random(f"{seed}/{step}")
@@ -144,8 +151,8 @@ def batch(tokenizer, step, seed=0):
         tokenizer.convert_tokens_to_ids(s)
         for s in ("<|user|>", "<|assistant|>", "<|eos|>", "<|pad|>", "Answer"))
     P, G = max(map(len, prompts)) + 2, max(map(len, answers)) + 1
-    G = (G + rng.choice((0, 2, 4, 8)) if rng.random() < .6
-         else rng.randint(G, max(G, stage.canvas)))
+    G = (rng.randint(G, max(G, stage.canvas)) if rng.random() < stage.long
+         else G + rng.choice((0, 2, 4, 8)))
     n = max(1, stage.tokens // (P + G))
     rows = [[pad] * (P - 2 - len(p)) + [user, *p, assistant, *a] + [eos] * (G - len(a))
             for p, a in zip(prompts[:n], answers)]
@@ -157,6 +164,8 @@ def batch(tokenizer, step, seed=0):
         hidden = between(stage.hide, share) * torch.rand(len(x), 1, generator=coin)
         hidden = answer & ~letter & (torch.rand(x.shape, generator=coin) < hidden)
         return "letter", x.masked_fill(hidden, tokenizer.mask_token_id), letter, real
+    if rng.random() < stage.whole:
+        return "whole", x, real.bool(), real
     if rng.random() < .25:
         block = rng.choice((8, 16, 32, 64))
         length = torch.tensor([len(a) + 1 for a in answers[:n]])
