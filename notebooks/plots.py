@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: MIT
 """The drawings that several notebooks share, so that their cells show decoding."""
+import io
+
 import matplotlib.pyplot as plt
 import torch
+from IPython import get_ipython
+from PIL import Image
 
 import dlm_spec
 
 COLOURS = {"LLaDA": "0.35", "threshold": "tab:blue", "dKV": "tab:cyan", "WINO": "tab:orange",
-           "DualDiffusion": "tab:purple", "Saber": "tab:brown", "COVER": "tab:green"}
+           "DualDiffusion": "tab:purple", "Saber": "tab:brown", "COVER": "tab:green",
+           # variants that stand beside each other in one figure
+           "COVER, few seeds": "yellowgreen", "DualDiffusion, trust": "0.6",
+           "DualDiffusion, kl": "tab:pink", "DualDiffusion, confidence": "tab:red",
+           "DualDiffusion, largest probability": "tab:olive",
+           "DualDiffusion, probability of the token": "tab:cyan",
+           "DualDiffusion, leave one out by COVER's view": "tab:green"}
 COSTS = {"nfe": "forwards per problem", "positions": "positions per problem",
          "cpu": "seconds per problem"}
 
@@ -65,7 +75,8 @@ def curves(ax, records, cost, decoders, experiments):
         cached = "cache" in decoder
         ax.errorbar([records[n][cost] for n in names], p, yerr=bars, ms=4, capsize=2, lw=1.2,
                     fmt="s--" if cached else "o-", alpha=.85, label=decoder,
-                    color=COLOURS.get(decoder.split(",")[0]), mfc="white" if cached else None)
+                    color=COLOURS.get(decoder, COLOURS.get(decoder.split(",")[0])),
+                    mfc="white" if cached else None)
     base = records.get("one-per-forward")
     if base is not None:
         ax.axhline(experiments.accuracy(base)[0], color="0.5", lw=1, ls=":",
@@ -85,3 +96,59 @@ def sees(ax, picture, colours, rows="query", columns="column", labels=None):
         ax.set_yticks(range(picture.shape[0]), labels[:picture.shape[0]])
     ax.set(xlabel=columns, ylabel=rows)
     ax.legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+
+
+def fronts(found, decoders, experiments):
+    """`curves` of all that is in found, {family: records}: a row of panels per family, one per
+    cost (on a logarithmic axis), with one legend."""
+    fig, axes = plt.subplots(max(len(found), 1), len(COSTS), figsize=(12, 2.8 * len(found) + .8),
+                             squeeze=False, sharey="row")
+    for (family, records), row in zip(found.items(), axes):
+        for ax, cost in zip(row, COSTS):
+            curves(ax, records, cost, decoders, experiments)
+            ax.set_xscale("log")
+            ax.xaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_formatter("")
+        row[0].set(ylabel=f"{family}, % right")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+
+
+def canvases(ax, lines, colours):
+    """Canvases under each other. lines: [(label, [(word, meaning), ...]), ...]. colours:
+    {meaning: colour}, for the legend too."""
+    for y, (_, words) in enumerate(lines):
+        for x, (word, meaning) in enumerate(words):
+            ax.add_patch(plt.Rectangle((x - .47, y - .4), .94, .8, color=colours[meaning]))
+            ax.text(x, y, word, ha="center", va="center", fontsize=9 if len(word) < 4 else 6)
+    for meaning, colour in colours.items():
+        ax.plot([], [], "s", color=colour, ms=9, label=meaning)
+    ax.set(xlim=(-.6, max(len(words) for _, words in lines) - .4), ylim=(len(lines) - .4, -.6))
+    ax.set_xticks([])
+    ax.set_yticks(range(len(lines)), [label for label, _ in lines])
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    ax.legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+
+
+def revision_legend(ax):
+    """What the squares of `timeline` mean, beside it."""
+    for label, colour, fill in (("taken back for good", "tab:red", "tab:red"),
+                                ("taken back, came again", "tab:red", "none"),
+                                ("replaced in place", "tab:green", "tab:green")):
+        ax.plot([], [], "s", ms=5, mec=colour, mfc=fill, label=label)
+    ax.legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+
+
+def small_pictures(colours=128):
+    """In a notebook: keep figures as PNGs of so few colours, a third of the bytes."""
+    def png(fig):
+        """The figure as bytes."""
+        picture, out = io.BytesIO(), io.BytesIO()
+        fig.savefig(picture, format="png", bbox_inches="tight")
+        Image.open(picture).convert("RGB").quantize(colours, method=1).save(
+            out, "PNG", optimize=True)  # method 1 keeps the colours that are rare
+        return out.getvalue()
+
+    plt.close(plt.figure())     # the notebook's own way is set up with the first figure
+    get_ipython().display_formatter.formatters["image/png"].for_type(plt.Figure, png)

@@ -1,6 +1,7 @@
 """The arithmetic of the experiments (notebooks/mini/experiments.py), against values by hand; the
 ablations against their definition."""
 import copy
+import json
 import random
 
 import command_line
@@ -35,6 +36,17 @@ def record(marks, clusters=None, **costs):
     """A record with these marks; every problem stands alone unless clusters are given."""
     return dict(marks=marks, clusters=clusters or range(len(marks)), n=len(marks),
                 right=marks.count("1"), **costs)
+
+
+def test_ablations_on_more_problems_do_not_hide_the_settings(tmp_path, monkeypatch):
+    """One file holds the records of both, which may differ in their number of problems."""
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    some = [dict(name=name, exam=1, n=n, marks="1" * n, seconds=1.0)
+            for name, n in (("cover.5", 2), ("no cap, 0.5", 3))]
+    experiments.path_of("validation", "math").write_text(json.dumps(some))
+    assert list(experiments.read("validation", "math")) == ["cover.5"]
+    ablations = experiments.read("validation", "math", known=experiments.ablations())
+    assert list(ablations) == ["no cap, 0.5"]
 
 
 def test_a_paired_difference_and_its_interval():

@@ -222,11 +222,13 @@ def together(a, b):
                            for k, v in b["revisions"].items()})
 
 
-def read(split, family, gen_length=64, block_length=None):
-    """The records there are, {name: record}, those of the most problems alone, with the
-    seconds per prompt as `cpu` and the clusters of their problems."""
+def read(split, family, gen_length=64, block_length=None, known=None):
+    """The records there are of `known` settings (default: settings()), {name: record}, those of
+    the most problems alone, with the seconds per prompt as `cpu` and the clusters of their
+    problems."""
     path = path_of(split, family, gen_length, block_length)
     records = json.loads(path.read_text()) if path.exists() else []
+    records = [r for r in records if r.get("name") in (known or settings())]
     records = [r for r in records if r["n"] == max(o["n"] for o in records)]
     if not records:
         return {}
@@ -330,7 +332,7 @@ def table(split="test", families=tasks.FAMILIES, samplers=None, gen_length=64, b
     ones (see choose) in bold."""
     known, chosen, lines = known or settings(), {*choose().values()}, []
     for family in families:
-        records = read(split, family, gen_length, block_length)
+        records = read(split, family, gen_length, block_length, known)
         base = records.get("one-per-forward")
         if not records:
             continue
