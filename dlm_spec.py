@@ -200,8 +200,7 @@ class Decode:
                  history=False):
         check(gen_length=gen_length, block_length=block_length, temperature=temperature,
               suppress_eos=suppress_eos, postpone_eos=postpone_eos, early_stop=early_stop)
-        needed = suppress_eos + (postpone_eos or early_stop)
-        refuse(len(denoiser.eos_ids) < needed,
+        refuse(len(denoiser.eos_ids) < suppress_eos + (postpone_eos or early_stop),
                "suppress_eos, postpone_eos and early_stop need a denoiser with eos_ids, "
                "and one that can still be emitted")
         start = start_canvas(denoiser, prompt, attention_mask, gen_length)
@@ -301,9 +300,9 @@ class Decode:
         if self.history is not None:
             self.history.append(self.x)
         if self.callback is not None:
-            answer = self.callback(dict(x=self.x, committed=filled, nfe=self.nfe,
-                confidence=self.confidence, calls=self.calls, prompt_length=self.P))
-            self.stopped = answer is True
+            self.stopped = self.callback(dict(
+                x=self.x, committed=filled, confidence=self.confidence, nfe=self.nfe,
+                calls=self.calls, prompt_length=self.P)) is True
 
     def stop_at_eos(self, end):
         """All behind a row's first eos before `end` becomes eos_ids[0] and counts as given."""
@@ -897,7 +896,7 @@ class DualView:
         seeds, visible, read_at = self.seeds[rows], self.visible[rows], self.read_at[rows]
         (R, L), device, self.rows = seeds.shape, seeds.device, rows
         here = column = torch.arange(L, device=device).expand(R, L)
-        if columns is not None:  # canvas column -> token of this forward, of repeated the first
+        if columns is not None:  # canvas column -> its (first) token of this forward
             here = torch.zeros_like(here).scatter_reduce(
                 1, columns, here[:, :columns.shape[1]], "amin", include_self=False)
         self.probed = None if self.probe is None else here.gather(1, self.probe[0][rows])

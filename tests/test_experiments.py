@@ -50,13 +50,20 @@ def test_ablations_on_more_problems_do_not_hide_the_settings(tmp_path, monkeypat
 
 
 def test_a_paired_difference_and_its_interval():
-    """Differences 1, 0, 0, 0: mean 25 points, deviation sqrt(3)/4, over sqrt(4). When each
-    problem stands there twice, in one cluster, nothing is gained."""
-    half = 100 * 1.96 * 3 ** .5 / 4 / 2
+    """Differences 1, 0, 0, 0, and with the two that are added 1 and -1: mean 25 points; the
+    squares of the deviations from 1/6 sum up to 17/6. An interval has a width even when all
+    marks agree, and one problem in four copies says no more than alone."""
+    half = 100 * 1.96 * (17 / 6) ** .5 / 6
     want = pytest.approx((25, 25 - half, 25 + half))
     assert experiments.paired(record("1111"), record("0111")) == want
-    twice = [0, 0, 1, 1, 2, 2, 3, 3]
-    assert experiments.paired(record("11111111", twice), record("00111111")) == want
+    d, low, high = experiments.paired(record("1111"), record("1111"))
+    assert d == 0 and low == -high < -40
+    marks = "".join(random.Random(1).choices("01", k=400)), "".join(
+        random.Random(2).choices("01", k=400))
+    alone = experiments.paired(*map(record, marks))
+    copies = [record("".join(m * 4 for m in one), [i // 4 for i in range(1600)])
+              for one in marks]
+    assert experiments.paired(*copies) == pytest.approx(alone, abs=.1)
 
 
 def test_the_interval_of_an_accuracy_is_wilson_s_of_the_problems_that_stand_alone():
