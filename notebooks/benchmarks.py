@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import json
 import re
+import resource
 import sys
 import textwrap
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "mini"))
 import tasks
+import torch
 
 # ---------------------------------------------------------------------------------------------
 # Prompts, one per data set: a doc (dict) -> str.
@@ -272,18 +274,23 @@ OWN = {("llada-base", t): dict(gen_length=1024) for t in ("gsm8k", "math500", "h
 } | {("dream", t): dict(gen_length=DREAM_LENGTH.get(t, 256), temperature=.1, top_p=.9, **ENTROPY)
      for t in BENCHMARKS
 } | {("diffucoder", t): dict(temperature=.4, top_p=.95, **ENTROPY) for t in BENCHMARKS}
-DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion", "wino", "saber", "cover")
+DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion-paper", "dual_diffusion", "wino", "saber",
+            "cover-few", "cover", "cover-prefix")
 
 
 def settings(decoder, benchmark, gen_length=None, model="llada"):
     """Keywords of DlmSpecLM (model_args) for a decoder on a benchmark, as its paper runs it.
 
     decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm",
-    threshold .9, dual cache, blocks of 32; "dual_diffusion", the same drafter, KL rule;
-    "wino", "cover", thresholds TAU, blocks of 128; "saber", one block. gen_length: 256 or 512
-    in the fast decoders' papers; by default 256, or for "own" what OWN names. model: of
-    CHECKPOINTS; matters for "own". The fast decoders' papers leave end-of-text alone; what
-    DualDiffusion's and COVER's leave open is set by us. ValueError on an unknown name.
+    threshold .9, dual cache, blocks of 32; "dual_diffusion-paper", the same drafter, K = 16, four
+    rounds, a verifier that sees the draft as it is, KL rule, and "dual_diffusion", with this
+    module's defaults (K = 4, each token judged without itself by its own probability); "wino",
+    thresholds TAU, blocks of 128; "saber", one block; "cover-few", as the paper words it, with
+    few seeds chosen by score, "cover", with this module's rule, and "cover-prefix", the same with
+    a prefix cache, blocks of 32. gen_length: 256 or 512 in the fast decoders' papers; by default
+    256, or for "own" what OWN names. model: of CHECKPOINTS; matters for "own". The fast decoders'
+    papers leave end-of-text alone; what the texts on DualDiffusion and COVER leave open (all
+    thresholds and numbers of seeds) is set by us. ValueError on an unknown name.
     """
     if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
         raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "
@@ -295,11 +302,15 @@ def settings(decoder, benchmark, gen_length=None, model="llada"):
         "own": dict(sampler="llada", **own),
         "llada": dict(sampler="llada", block_length=32),
         "fast_dllm": dict(sampler="fast_dllm", block_length=32, threshold=.9, cache="dual"),
-        "dual_diffusion": dict(sampler="dual_diffusion", block_length=32, cache="dual",
-                               verify="kl", tau=.5),
+        "dual_diffusion-paper": dict(sampler="dual_diffusion", block_length=32, cache="dual",
+                                     draft_steps=16, max_rounds=4, view="visible", verify="kl"),
+        "dual_diffusion": dict(sampler="dual_diffusion", block_length=32),
         "wino": dict(sampler="wino", block_length=128, threshold=tau, threshold_back=.9),
         "saber": dict(sampler="saber", block_length=gen_length, n=2),
+        "cover-few": dict(sampler="cover", block_length=128, threshold=tau, max_seeds=8,
+                          max_checks=2, tau_replace=.9, tau_remask=.2, commit_cap=False),
         "cover": dict(sampler="cover", block_length=128, threshold=tau),
+        "cover-prefix": dict(sampler="cover", block_length=32, threshold=tau, cache="prefix"),
     }[decoder]
     return dict(gen_length=gen_length, **knobs)
 
@@ -344,12 +355,15 @@ def run(lm, benchmark, data=None, n=None, num_fewshot=None, base=False, **datase
     lm: a DlmSpecLM. base: it is no chat model: no chat template, and by default some
     examples, from the data set's own split for them (MMLU's are of all subjects; MATH-500 and
     HumanEval have none). Programs that it writes are run. Returns a dict: n, right, accuracy,
-    interval (95 % Wilson), marks, docs, texts, and means per problem of this process: nfe,
-    positions, tokens_per_forward, seconds. With several processes None on all but the first.
+    interval (95 % Wilson), marks, docs, texts; means per problem of this process: nfe,
+    positions, tokens_per_forward, seconds, remasks, effective_remasks, replaces; and its
+    peak_memory in bytes. With several processes None on all but the first.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     lm.costs, lm.seconds = [], 0.0
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     found = simple_evaluate(
         lm, tasks=[task(benchmark, data, n is not None, base, **dataset_kwargs)], limit=n,
         num_fewshot=(BENCHMARKS[benchmark].base_shots if base and data is None else 0)
@@ -363,7 +377,16 @@ def run(lm, benchmark, data=None, n=None, num_fewshot=None, base=False, **datase
     marks = [bool(s["acc"]) for s in samples]
     return dict(n=len(marks), right=sum(marks), accuracy=sum(marks) / len(marks), marks=marks,
                 interval=tasks.wilson(sum(marks), len(marks)), docs=[s["doc"] for s in samples],
-                texts=[s["resps"][0][0] for s in samples], **lm.get_model_info())
+                texts=[s["resps"][0][0] for s in samples], peak_memory=peak_memory(),
+                **lm.get_model_info())
+
+
+def peak_memory():
+    """The most bytes in use so far: of the CUDA device, of which `run` starts to count anew; else
+    of this process since it began."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write_human_eval(docs, texts, path):
@@ -413,9 +436,11 @@ def compare(args):
             if r is None:
                 continue
             low, high = r["interval"]
-            print(f"{name:10s} {decoder:15s} {r['right']}/{r['n']} = {100 * r['accuracy']:.1f} %  "
+            print(f"{name:10s} {decoder:20s} {r['right']}/{r['n']} = {100 * r['accuracy']:.1f} %  "
                   f"[{100 * low:.1f}, {100 * high:.1f}]  {r['nfe']:.1f} forwards  "
-                  f"{r['positions']:.0f} positions  {r['seconds']:.2f} s", flush=True)
+                  f"{r['positions']:.0f} positions  {r['seconds']:.2f} s  re-masks "
+                  f"{r['remasks']:.1f} ({r['effective_remasks']:.1f} effective), replacements "
+                  f"{r['replaces']:.1f}  {r['peak_memory'] / 1e9:.1f} GB", flush=True)
             if args.json:
                 with args.json.open("a") as file:
                     file.write(json.dumps(dict(r, benchmark=name, decoder=decoder)) + "\n")

@@ -11,6 +11,7 @@
 Every keyword of the sampler can stand in `model_args`; a name that nothing takes is a
 ValueError. Needs `pip install lm-eval` (and `accelerate` for several GPUs or `device_map`).
 """
+import dataclasses
 import os
 import sys
 import time
@@ -39,6 +40,7 @@ LOADING = (*PLACING, "device", "dtype", "mask_id", "shift", "revision", "cache_d
 SET_HERE = {"attention_mask", "gen_length", "temperature", "logits_processor", "generator",
             "callback", "history"}      # by this adapter, or by each request
 COSTS = ("nfe", "positions", "tokens_per_forward")
+REVISIONS = ("remasks", "effective_remasks", "replaces")
 
 
 def warpers(temperature, top_k=None, top_p=None):
@@ -99,7 +101,7 @@ class DlmSpecLM(TemplateLM):
         seed: of request i: seed + i with a temperature; of every likelihood: seed, so that the
             options of a question are compared under the same masks.
     After a run `costs` holds, per generated text, a dict with nfe, positions,
-    tokens_per_forward.
+    tokens_per_forward, remasks, effective_remasks (what did not come back) and replaces.
     """
 
     def __init__(self, pretrained=None, sampler="llada", *, gen_length=None, temperature=None,
@@ -206,7 +208,7 @@ class DlmSpecLM(TemplateLM):
         """What the results file says of this run, means per generated text (of this
         process)."""
         n = max(len(self.costs), 1)
-        means = {k: sum(c[k] for c in self.costs) / n for k in COSTS}
+        means = {k: sum(c[k] for c in self.costs) / n for k in COSTS + REVISIONS}
         return {**self.about, **means, "seconds": self.seconds / n}
 
     def tok_encode(self, string, add_special_tokens=None, **_):
@@ -255,7 +257,8 @@ class DlmSpecLM(TemplateLM):
         texts = self.denoiser.decode(out.generated)
         self.seconds += time.perf_counter() - start
         rows = zip(*(getattr(out, name).tolist() for name in COSTS))
-        self.costs += [dict(zip(COSTS, row)) for row in rows]
+        self.costs += [dict(zip(COSTS, row)) | revisions_of_row(out, i)
+                       for i, row in enumerate(rows)]
         return texts
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
@@ -307,6 +310,13 @@ class DlmSpecLM(TemplateLM):
                 f"a prompt of {len(ids)} tokens was cut to its last {room}", stacklevel=2
             )
         return ids[-room:]
+
+
+def revisions_of_row(out, row):
+    """How many tokens of a row were taken back, by kind: a dict of REVISIONS."""
+    own = dataclasses.replace(out, revisions=[r for r in out.revisions if r.row == row])
+    found = dlm_spec.revision_statistics(own)
+    return {k: found[k] for k in REVISIONS}
 
 
 def generation(gen_kwargs, asked):
