@@ -85,3 +85,17 @@ def sees(ax, picture, colours, rows="query", columns="column", labels=None):
         ax.set_yticks(range(picture.shape[0]), labels[:picture.shape[0]])
     ax.set(xlabel=columns, ylabel=rows)
     ax.legend(bbox_to_anchor=(1.02, 1), loc="upper left")
+
+
+def windows(ax, computed, out, ends, row=0):
+    """What a decode computed: `computed` (T, L) bool, time runs downwards. Light columns come
+    from the cache; dots are where a token was committed. ends: the last columns of the prompt
+    and of the blocks."""
+    T, L = computed.shape
+    ax.imshow(computed, cmap="Blues", vmin=0, vmax=1.6, aspect="auto", interpolation="none")
+    steps = out.commit_step[row].cpu()
+    filled = (steps > 0).nonzero()[:, 0]
+    ax.plot(filled, steps[filled] - 1, ".", ms=3, color="tab:orange")
+    for end in ends:
+        ax.axvline(end + .5, color="0.4", lw=.8)
+    ax.set(xlabel="column of the canvas", ylabel="forward", xlim=(-.5, L - .5))
