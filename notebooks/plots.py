@@ -91,7 +91,7 @@ def windows(ax, computed, out, ends, row=0):
     """What a decode computed: `computed` (T, L) bool, time runs downwards. Light columns come
     from the cache; dots are where a token was committed. ends: the last columns of the prompt
     and of the blocks."""
-    T, L = computed.shape
+    L = computed.shape[1]
     ax.imshow(computed, cmap="Blues", vmin=0, vmax=1.6, aspect="auto", interpolation="none")
     steps = out.commit_step[row].cpu()
     filled = (steps > 0).nonzero()[:, 0]
