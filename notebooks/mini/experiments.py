@@ -152,15 +152,21 @@ def patch_of(part):
     return mock.patch.object(dlm_spec, *PATCHES[part]) if part else contextlib.nullcontext()
 
 
-def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
-    """`evaluate` with a setting."""
+def call_of(setting, gen_length, block_length):
+    """A setting's sampler and all keywords that it is called with."""
     knobs = {"gen_length": gen_length, "block_length": block_length} | setting.knobs
+    knobs.pop("without", None)
     if "per_forward" in knobs:
         knobs["steps"] = gen_length // knobs.pop("per_forward")
     sampler = dlm_spec.SAMPLERS[setting.sampler]
-    with patch_of(knobs.pop("without", None)):
-        return evaluate(denoiser, sampler, problems,
-                        **command_line.named_knobs(sampler, knobs), **how)
+    return sampler, command_line.named_knobs(sampler, knobs)
+
+
+def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
+    """`evaluate` with a setting."""
+    sampler, knobs = call_of(setting, gen_length, block_length)
+    with patch_of(setting.knobs.get("without")):
+        return evaluate(denoiser, sampler, problems, **knobs, **how)
 
 
 def path_of(split, family, gen_length=64, block_length=None):
