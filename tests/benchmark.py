@@ -373,7 +373,8 @@ def main(argv=None):
                  threads=torch.get_num_threads(), torch=torch.__version__,
                  repeats=args.repeats)
     print(found)
-    if args.json and args.json.exists():    # then this run's conditions stand with its parts
+    if args.json and args.json.exists() and {*args.parts} != {*PARTS}:
+        # the conditions of these parts stand with them, those of the others stay
         old = json.loads(args.json.read_text())
         again = dict.fromkeys(args.parts, found)
         found = old | {"measured_again": old.get("measured_again", {}) | again}
