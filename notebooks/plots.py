@@ -152,3 +152,17 @@ def small_pictures(colours=128):
 
     plt.close(plt.figure())     # the notebook's own way is set up with the first figure
     get_ipython().display_formatter.formatters["image/png"].for_type(plt.Figure, png)
+
+
+def windows(ax, computed, out, ends, row=0):
+    """What a decode computed: `computed` (T, L) bool, time runs downwards. Light columns come
+    from the cache; dots are where a token was committed. ends: the last columns of the prompt
+    and of the blocks."""
+    L = computed.shape[1]
+    ax.imshow(computed, cmap="Blues", vmin=0, vmax=1.6, aspect="auto", interpolation="none")
+    steps = out.commit_step[row].cpu()
+    filled = (steps > 0).nonzero()[:, 0]
+    ax.plot(filled, steps[filled] - 1, ".", ms=3, color="tab:orange")
+    for end in ends:
+        ax.axvline(end + .5, color="0.4", lw=.8)
+    ax.set(xlabel="column of the canvas", ylabel="forward", xlim=(-.5, L - .5))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What a step costs: every figure a median of ratios of two runs side by side, so that a slow
-or shared machine changes both sides alike.
+"""What a step costs: every figure is of ratios of two runs side by side, so that a slow or
+shared machine changes both sides alike: [the median, the least, the most] of the repeats.
 
     python tests/benchmark.py                            # medium shape on a CPU
+    python tests/benchmark.py --parts speed --threads 1 --json out.json    # keeps other parts
     python tests/benchmark.py --shape llada-8b --device cuda --dtype bfloat16 --json out.json
 
     overhead   a sampler's wall time / that of its own forwards alone, run bare: same canvases,
@@ -17,8 +18,8 @@ or shared machine changes both sides alike.
     head       token and confidence of 32 of 128 positions at V = 126,464, and of all of them,
                against softmax of the whole (B, L, V) in float64: seconds and peak of memory
     scaling    a COVER step, all that its loop does included, / a plain forward, over L, B, V
-    speed      tokens per second / those of one token per forward: embedded model, chosen
-               settings
+    speed      tokens per second / those of one token per forward: embedded model, some of
+               the settings of experiments.py
     batch      rows per second in a batch of 8 / one by one, embedded model
 """
 import argparse
@@ -38,7 +39,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "notebooks" / "mi
 import cuda_graphs
 import experiments
 import tasks
-from command_line import named_knobs
 
 import dlm_spec
 from dlm_spec import Denoiser, DualView, KVCache, shadowed, windowed
@@ -53,6 +53,9 @@ SAMPLERS = {    # label: sampler, knobs
     "dual_diffusion": ("dual_diffusion", dict(threshold=0.5)), "wino": ("wino", {}),
     "saber": ("saber", {}), "cover": ("cover", {}),
     "cover, dual": ("cover", dict(cache="dual"))}
+SPEED = ("one-per-forward", "four-per-forward", "threshold.6", "threshold.9", "threshold.9-dual",
+         "dkv.9", "dual_diffusion-out.6", "wino.4", "wino.6", "saber2", "cover-few.6", "cover.5",
+         "cover.7", "cover.7-prefix")       # of experiments.settings(); the first is the base
 
 
 def build(shape, device, dtype, V=None):
@@ -86,13 +89,18 @@ def seconds(f, device):
     return now(device) - start
 
 
+def spread(values):
+    """The median, the least and the most of some values."""
+    return [statistics.median(values), min(values), max(values)]
+
+
 def ratio(a, b, device, repeats):
-    """Median of seconds of a() / seconds of b(), after a warm-up; a and b take turns."""
+    """Seconds of a() / seconds of b(), after a warm-up; a and b take turns. See spread."""
     found = []
     for i in range(repeats + 1):
         times = {j: seconds((a, b)[j], device) for j in ((0, 1) if i % 2 else (1, 0))}
         found.append(times[0] / times[1])
-    return statistics.median(found[1:])
+    return spread(found[1:])
 
 
 def overhead(denoiser, label, prompt, G, repeats):
@@ -126,7 +134,7 @@ def overhead(denoiser, label, prompt, G, repeats):
             found.append(whole / sum(bare) - 1)
     finally:
         Denoiser.forward = inner
-    return dict(ratio=statistics.median(found), forwards=len(bare))
+    return dict(ratio=spread(found), forwards=len(bare))
 
 
 def forms(denoiser, L, B):
@@ -284,8 +292,8 @@ def cover_step(denoiser, L, B, repeats, G=64):
             dlm_spec.sample_cover(denoiser, prompt, gen_length=G, block_length=G,
                                   callback=clock)
         found.append((plain, (times[3] - times[1]) / 2 / plain))
-    plain, step = map(statistics.median, zip(*found))
-    return dict(seconds=plain, step=step)
+    plain, step = zip(*found)
+    return dict(seconds=statistics.median(plain), step=spread(step))
 
 
 def scaling(denoiser, shape, repeats):
@@ -304,18 +312,17 @@ def speed(device, repeats, n=8, G=64):
     denoiser = dlm_spec.load_denoiser(device=device, dtype=torch.float32)
     problems = tasks.problems("math", "validation", n)
     prompts, mask = denoiser.encode([p.prompt for p in problems])
-    found = [[] for _ in experiments.CHOSEN]
+    calls = {name: experiments.call_of(experiments.settings()[name], G, G) for name in SPEED}
+    found = {name: [] for name in SPEED}
     for _ in range(repeats + 1):
-        for (name, knobs), rates in zip(experiments.CHOSEN, found):
+        for name, (sampler, knobs) in calls.items():
             start = now(device)
-            sampler = dlm_spec.SAMPLERS[name]
-            out = sampler(denoiser, prompts, attention_mask=mask, gen_length=G,
-                          **named_knobs(sampler, {"block_length": G} | knobs))
+            out = sampler(denoiser, prompts, attention_mask=mask, **knobs)
             tokens = float((out.tokens_per_forward * out.nfe).sum())
-            rates.append(tokens / (now(device) - start))
-    return [dict(sampler=name, knobs=knobs,
-                 faster=statistics.median(r / one for r, one in zip(rates[1:], found[0][1:])))
-            for (name, knobs), rates in zip(experiments.CHOSEN, found)]
+            found[name].append(tokens / (now(device) - start))
+    one = found[SPEED[0]]
+    return {name: spread([r / base for r, base in zip(rates[1:], one[1:])])
+            for name, rates in found.items()}
 
 
 def batch(device, repeats, n=8, G=64):
@@ -345,7 +352,7 @@ def main(argv=None):
     cli.add_argument("--threads", type=int, help="of a CPU; 1 measures CPU time")
     cli.add_argument("--repeats", type=int, default=5)
     cli.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    cli.add_argument("--json", type=Path)
+    cli.add_argument("--json", type=Path, help="what is there of other parts is kept")
     args = cli.parse_args(argv)
     torch.set_grad_enabled(False)
     torch.set_num_threads(args.threads or torch.get_num_threads())
@@ -366,6 +373,11 @@ def main(argv=None):
                  threads=torch.get_num_threads(), torch=torch.__version__,
                  repeats=args.repeats)
     print(found)
+    if args.json and args.json.exists() and {*args.parts} != {*PARTS}:
+        # the conditions of these parts stand with them, those of the others stay
+        old = json.loads(args.json.read_text())
+        again = dict.fromkeys(args.parts, found)
+        found = old | {"measured_again": old.get("measured_again", {}) | again}
     for part in args.parts:
         start = time.perf_counter()
         found[part] = measure[part]()

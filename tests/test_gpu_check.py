@@ -109,3 +109,25 @@ def test_waits_of_a_decode_have_lines_of_the_module():
         dlm_spec.sample_llada(dlm_spec.Denoiser(table, M), [[1]], gen_length=8, steps=4)
     source = Path(dlm_spec.__file__).read_text().splitlines()
     assert found and all(0 < line <= len(source) for line, _ in found)
+
+
+def test_the_benchmark_measures_settings_that_there_are():
+    """The first one is what the others are divided by."""
+    known = benchmark.experiments.settings()
+    assert {*benchmark.SPEED} <= {*known} and benchmark.SPEED[0] == "one-per-forward"
+    assert benchmark.spread([3.0, 1.0, 2.0]) == [2.0, 1.0, 3.0]
+
+
+def test_a_part_that_is_measured_again_leaves_the_others_as_they_are(tmp_path, monkeypatch):
+    path = tmp_path / "speed.json"
+    path.write_text(json.dumps({"shape": "medium", "threads": 2, "kinds": {"plain": 1.0}}))
+    monkeypatch.setattr(benchmark, "batch", lambda *_: [2.0, 1.0, 3.0])
+    threads = torch.get_num_threads()
+    with torch.no_grad():           # main changes both for its process
+        benchmark.main(["--shape", "mini", "--device", "cpu", "--parts", "batch", "--threads", "1",
+                        "--json", str(path)])
+    torch.set_num_threads(threads)
+    found = json.loads(path.read_text())
+    assert (found["shape"], found["threads"], found["kinds"]) == ("medium", 2, {"plain": 1.0})
+    assert found["batch"] == [2.0, 1.0, 3.0]
+    assert found["measured_again"]["batch"]["threads"] == 1

@@ -149,7 +149,7 @@ PATCHES = {     # what an ablation puts in the place of a part of the module
 
 def knobs_of(setting, gen_length):
     """A setting's keywords; so many tokens per forward become a number of steps."""
-    knobs = dict(setting.knobs)
+    knobs = {name: value for name, value in setting.knobs.items() if name != "without"}
     if "per_forward" in knobs:
         knobs["steps"] = gen_length // knobs.pop("per_forward")
     return knobs
@@ -160,13 +160,18 @@ def patch_of(part):
     return mock.patch.object(dlm_spec, *PATCHES[part]) if part else contextlib.nullcontext()
 
 
-def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
-    """`evaluate` with a setting."""
+def call_of(setting, gen_length, block_length):
+    """A setting's sampler and all keywords that it is called with."""
     knobs = knobs_of(setting, gen_length) | dict(gen_length=gen_length, block_length=block_length)
     sampler = dlm_spec.SAMPLERS[setting.sampler]
-    with patch_of(knobs.pop("without", None)):
-        return evaluate(denoiser, sampler, problems,
-                        **command_line.named_knobs(sampler, knobs), **how)
+    return sampler, command_line.named_knobs(sampler, knobs)
+
+
+def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
+    """`evaluate` with a setting."""
+    sampler, knobs = call_of(setting, gen_length, block_length)
+    with patch_of(setting.knobs.get("without")):
+        return evaluate(denoiser, sampler, problems, **knobs, **how)
 
 
 def path_of(split, family, gen_length=64, block_length=None):
