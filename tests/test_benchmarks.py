@@ -204,7 +204,7 @@ def test_the_command_line_prints_and_appends_a_line_per_decoder(tmp_path, capsys
     rows = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
     assert [(r["decoder"], r["n"], r["texts"][0] == r["texts"][1]) for r in rows] == [
         ("llada", 2, True), ("cover", 2, True)]
-    assert rows[0]["nfe"] == 8 and "gsm8k      cover           0/2" in capsys.readouterr().out
+    assert rows[0]["nfe"] == 8 and "gsm8k      cover                0/2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, message", [
