@@ -137,7 +137,7 @@ class Denoiser:
         read_at = column - (position_ids > 0).long() * self.shift
         return visible, None if none else visible[:, None, None], position_ids, read_at
 
-    def readers(self, positions, visible):
+    def read_columns(self, positions, visible):
         """(R, L) bool: the columns where these `positions` (R, L) are read, as in layout."""
         if not self.shift:
             return positions
@@ -521,7 +521,7 @@ def windowed(denoiser, x, ask, attention_mask=None, *, kv=None, window=None, che
     at, columns, cost = read_at[row, column], None, visible.sum(1)
     if window is not None:
         window = window | ask | checked
-        window = (window | denoiser.readers(window, visible)) & visible
+        window = (window | denoiser.read_columns(window, visible)) & visible
         columns, cost = columns_of(window)[0], window.sum(1)
         at = (window.cumsum(1) - 1)[row, at]  # canvas column -> token of this forward
         x, position_ids = x.gather(1, columns), position_ids.gather(1, columns)
@@ -947,17 +947,17 @@ def attention_map(q, k, mask=None, scaling=None):
         scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
     return scores.softmax(-1).mean((1, 2))
 
-def dependence(view, readers, drafted, candidates):
+def dependence(view, read_columns, drafted, candidates):
     """COVER's d_in and d_out of candidates [9], (2, B, L): how much the masks that are left,
-    read at `readers`, look at them, and they at what was just `drafted` (who looked there is
-    stored outdated), each divided by the row's largest (ours). view: a used DualView."""
+    read at `read_columns`, look at them, and they at what was just `drafted` (who looked there
+    is stored outdated), each divided by the row's largest (ours). view: a used DualView."""
     maps = view.attention
     out = torch.zeros(2, *candidates.shape, device=maps.device)
     if maps.dim() == 0:  # a plain callable, which has no attention to look at
         return out
     rows, (columns, real) = view.rows, view.probe
     at = columns[rows]
-    weight = (readers[rows].gather(1, at) & real[rows]).float()
+    weight = (read_columns[rows].gather(1, at) & real[rows]).float()
     d_in = (weight[:, None] @ maps)[:, 0].float()       # autocast narrows products
     d_in = d_in / weight.sum(1, keepdim=True).clamp(min=1)
     d_out = (maps @ drafted[rows].float()[..., None])[..., 0].float()
@@ -974,7 +974,7 @@ def eligible(run, kv, tokens, masks):
     column where they are read, is of the tokens there now, and no mask (B, L) is read at
     either. Of neighbours in a shifted model the 1st, 3rd, 5th...: one is read at the other."""
     read_at = run.denoiser.layout(run.x, run.attention_mask)[3]
-    fit = (kv.shown == run.x) & ~run.denoiser.readers(masks, run.visible)
+    fit = (kv.shown == run.x) & ~run.denoiser.read_columns(masks, run.visible)
     seeds = tokens & fit & fit.gather(1, read_at)
     if not run.denoiser.shift:
         return seeds
@@ -996,10 +996,11 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=1.0, tau_remask
     """Commit above a threshold; every forward also re-checks committed tokens, the *seeds*:
     they are M in its input, while all others keep seeing their stored keys and values (COVER
     [9]). If another token is predicted, a seed is replaced by it where it has probability >=
-    tau_replace, else re-masked where its own is < tau_remask; else it is kept. The paper's
-    text gives no numbers and the probe is ours; it checks few seeds, the best by score.
+    tau_replace, else re-masked where its own is < tau_remask; else it is kept. The paper
+    checks few seeds, the best by score; all numbers here and the probe are our choice.
     Args:
-        threshold: tau_draft, masks above it are committed, always the best one.
+        threshold: tau_draft, masks above it (as in WINO, not at it) are committed, always the
+            best one.
         max_seeds: seeds per row and forward, the best by seed_score. None: all that can be.
         max_checks: checks of a position in all, so that a token comes back at most so often.
         commit_cap: commit no more than wino_cap (ours, after WINO).
@@ -1013,10 +1014,12 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=1.0, tau_remask
           refresh=refresh)
     refuse(refresh and not cache, "refresh was given without a cache: every forward is full")
     run = Decode(denoiser, prompt, **common)
-    kv, checks, by_score = KVCache(run.x), torch.zeros_like(run.x), max_seeds is not None
+    checks, by_score = torch.zeros_like(run.x), max_seeds is not None
     for block in run.blocks():
-        generated, window, seeds = block & run.masks, None, torch.zeros_like(block)
-        probe = columns_of(block | denoiser.readers(block, run.visible)) if by_score else None
+        kv, window = KVCache(run.x), None
+        generated, seeds = block & run.masks, torch.zeros_like(block)
+        asked = denoiser.read_columns(block, run.visible)
+        probe = columns_of(block | asked) if by_score else None
         for step in itertools.count(1):
             masks = block & run.masks
             tokens = generated & ~masks & (checks < max_checks) & masks.any(1, keepdim=True)
@@ -1034,8 +1037,8 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=1.0, tau_remask
             masks = block & run.masks
             seeds = eligible(run, kv, tokens & ~seeds & masks.any(1, keepdim=True), masks)
             if by_score:
-                readers = denoiser.readers(masks, run.visible)
-                worth = seed_score(u, *dependence(view, readers, commit, seeds))
+                columns = denoiser.read_columns(masks, run.visible)
+                worth = seed_score(u, *dependence(view, columns, commit, seeds))
                 n_seeds = torch.full_like(run.nfe, max_seeds)
                 seeds = top_k(worth, seeds & (worth > 0), n_seeds)
             window = None if refresh and step % refresh == 0 else window_of(cache, block)

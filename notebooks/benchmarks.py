@@ -289,8 +289,8 @@ def settings(decoder, benchmark, gen_length=None, model="llada"):
     few seeds chosen by score, "cover", with this module's rule, and "cover-prefix", the same with
     a prefix cache, blocks of 32. gen_length: 256 or 512 in the fast decoders' papers; by default
     256, or for "own" what OWN names. model: of CHECKPOINTS; matters for "own". The fast decoders'
-    papers leave end-of-text alone; what the texts on DualDiffusion and COVER leave open (all
-    thresholds and numbers of seeds) is set by us. ValueError on an unknown name.
+    papers leave end-of-text alone. The thresholds of DualDiffusion and COVER and the numbers of
+    seeds are set by us. ValueError on an unknown name.
     """
     if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
         raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "

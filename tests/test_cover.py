@@ -266,7 +266,7 @@ def test_dependence_is_its_slow_definition(shift):
     candidates = some_seeds(3, (0, 4), (0, 7), (0, 8), (2, 5), (2, 6))
     d = Denoiser(Table(torch.zeros(12, 40)), M, shift=shift)
     view = SimpleNamespace(attention=maps, rows=torch.tensor([0, 2]), probe=columns_of(probe))
-    readers = d.readers(masks, torch.ones_like(masks))
+    readers = d.read_columns(masks, torch.ones_like(masks))
     d_in, d_out = dlm_spec.dependence(view, readers, drafted, candidates)
     for row, r in ((0, 0), (2, 1)):
         at = probe[row].nonzero()[:, 0].tolist()

@@ -324,8 +324,8 @@ def test_shift_reads_one_position_earlier():
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_readers_are_the_columns_where_positions_are_read(shift):
-    """`readers` of a set of positions is the set of their `read_at`, whatever the padding."""
+def test_read_columns_are_the_columns_where_positions_are_read(shift):
+    """`read_columns` of a set of positions is the set of their `read_at`, whatever the padding."""
     denoiser = Denoiser(Table(torch.zeros(1, 1)), 9, shift=shift)
     generator = torch.Generator().manual_seed(0)
     visible = torch.arange(7) >= torch.tensor([0, 3, 6, 1])[:, None]
@@ -335,7 +335,7 @@ def test_readers_are_the_columns_where_positions_are_read(shift):
         want = torch.zeros_like(positions)
         for row, column in positions.nonzero().tolist():
             want[row, read_at[row, column]] = True
-        assert torch.equal(denoiser.readers(positions, visible), want)
+        assert torch.equal(denoiser.read_columns(positions, visible), want)
 
 
 def hooks_of(model):

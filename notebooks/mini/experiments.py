@@ -61,7 +61,7 @@ def settings():
                     threshold=t, cache=cache)
             add(f"dkv{t_}", "dKV", t_, "dKV-Cache, Fast-dLLM's rule", "dkv", threshold=t)
     # DualDiffusion as its paper words it: the verifier sees the draft as it is, K = 16, four
-    # rounds. The thresholds are not in the text that we have.
+    # rounds. The thresholds are ours.
     published = dict(view="visible", draft_steps=16, max_rounds=4, threshold=.9)
     for name, rule in (("trust", {}), ("kl", {}), ("confidence", dict(of="max"))):
         add(f"dual_diffusion-{name}", f"DualDiffusion, {name}", "K 16, 4 rounds", "DualDiffusion",
@@ -86,8 +86,7 @@ def settings():
             threshold=t)
     for n in (2, 4, 8):
         add(f"saber{n}", "Saber", f"n {n}", "Saber" if n == 2 else "Saber, our n", "saber", n=n)
-    # COVER as its paper words it: few seeds by score, replaced when sure. The numbers are ours,
-    # there are none in the text that we have.
+    # COVER as its paper words it: few seeds by score, replaced when sure. The numbers are ours.
     few = dict(max_seeds=8, max_checks=2, tau_replace=.9, tau_remask=.2, commit_cap=False)
     for t in (.5, .6, .7):
         add(f"cover-few{t:g}".replace("0.", "."), "COVER, few seeds", f"{t:g}"[1:], "COVER",
