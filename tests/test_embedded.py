@@ -1,7 +1,7 @@
 """The embedded model: a small stock checkpoint that solves most of its held-out problems."""
 import json
 
-import command_line
+import experiments
 import pytest
 import tasks
 import torch
@@ -20,7 +20,7 @@ def denoiser():
 def recorded(family, steps):
     """Which of the test split's problems were solved with so many forwards, [bool, ...]: the
     records behind the model card's and the README's tables."""
-    records = json.loads((command_line.PRESETS.parent / f"test_{family}.json").read_text())
+    records = json.loads((experiments.RESULTS / f"test_{family}.json").read_text())
     marks, = (r["marks"] for r in records if (r["sampler"], r["knobs"]) == ("llada", dict(
         steps=steps)))
     return [mark == "1" for mark in marks]
