@@ -90,14 +90,17 @@ class Stage:
 
 
 CURRICULUM = (
-    # single problems on short canvases; half of the letters with all else visible at first
-    Stage(8000, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
-          long=.2, letters=.5, hide=(0, .5)),
+    # single problems on short canvases, at first with a large learning rate; half of the batches
+    # of multiple choice teach the letter alone, with nearly all else visible at first
+    Stage(974, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
+          long=.2, letters=.5, hide=(0, .061)),
+    Stage(7026, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
+          long=.2, letters=.5, hide=(.061, .5)),
     # up to four problems, any length
-    Stage(10_000, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .3, .3), whole=.1, exams=.5, canvas=256,
+    Stage(10_000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .3, .3), whole=.1, exams=.5, canvas=256,
           long=.4, letters=.3, hide=(.5, 1)),
     # the same with a falling learning rate
-    Stage(5000, 6144, lr=(1.5e-3, 1.5e-5), mix=(.4, .3, .3), whole=0, exams=.5, canvas=256,
+    Stage(5000, 6144, lr=(5.25e-4, 5.25e-6), mix=(.4, .3, .3), whole=0, exams=.5, canvas=256,
           long=.4, letters=.2, hide=(1, 1)))
 ONE_STEP = .2           # share of problems of one step among those of MiniMath
 
