@@ -214,3 +214,4 @@ def test_a_short_run_of_the_command_learns(tmp_path, monkeypatch):
     assert first.keys() == last.keys() == {"math", "choice", "code", "letter", "whole"}
     assert all(last[k] < first[k] * 2 / 3 for k in ("math", "choice", "code")), (first, last)
     assert dlm_spec.load_denoiser(tmp_path / "out", device="cpu").tokenizer is not None
+    assert {"loss.png", "log.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}

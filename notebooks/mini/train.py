@@ -10,12 +10,14 @@ of its step alone, so a run that was stopped goes on as if it had not been.
 Every few minutes, and on Ctrl-C, it writes the state of the run (run/last.pt; the log is
 run/log.jsonl) and the model folder that `load_denoiser()` opens (config.json,
 model.safetensors in bf16, tokenizer.json), with the running average of the weights. Files are
-replaced when they are whole.
+replaced when they are whole. At the end the log and a picture of it go there as well.
 """
 import argparse
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -281,6 +283,23 @@ def loss_of(model, x, answer, real, tokenizer, generator):
     return loss * (answer.sum() / (answer & ~filling).sum())
 
 
+def draw_losses(log, path):
+    """The curves of a log, as a picture: the mean loss of each kind of batch in nats."""
+    import matplotlib.pyplot as plt
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    fig, ax = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for what in sorted(set().union(*(line["loss"] for line in lines))):
+        points = [(line["step"], line["loss"][what]) for line in lines if what in line["loss"]]
+        ax.plot(*zip(*points), lw=1, label=what)
+    for end in itertools.accumulate(stage.steps for stage in CURRICULUM):
+        ax.axvline(end, color="0.8", lw=.8, zorder=0)
+    ax.set(xlabel="step (lines: stages)", ylabel="nats per token", yscale="log",
+           xlim=(0, lines[-1]["step"]))
+    ax.legend(frameon=False)
+    fig.savefig(path, dpi=80)
+    plt.close(fig)
+
+
 def main():
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
@@ -365,6 +384,9 @@ def main():
                 saved = spent
                 save()
     save()
+    if step >= 50:
+        shutil.copy(args.run / "log.jsonl", args.out / "log.jsonl")
+        draw_losses(args.run / "log.jsonl", args.out / "loss.png")
     bar.close()
     signal.signal(signal.SIGINT, before)
     if interrupted:
