@@ -93,13 +93,18 @@ class Stage:
 
 CURRICULUM = (
     # single problems on short canvases, at first with a large learning rate; half of the batches
-    # of multiple choice teach the letter alone, with nearly all else visible at first
+    # of multiple choice teach the letter alone, with nearly all else visible
     Stage(974, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
           long=.2, letters=.5, hide=(0, .061)),
-    Stage(7026, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
-          long=.2, letters=.5, hide=(.061, .5)),
+    Stage(1088, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
+          long=.2, letters=.5, hide=(.061, 0.129)),
+    # arithmetic comes first, multiple choice needs more: first to name the option, then its letter
+    Stage(3000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.2, .65, .15), whole=.2, exams=0, canvas=48,
+          long=.1, letters=.15, hide=(0, 0)),
+    Stage(3000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.3, .5, .2), whole=.1, exams=0, canvas=64,
+          long=.2, letters=.5, hide=(0, .5)),
     # up to four problems, any length
-    Stage(10_000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .3, .3), whole=.1, exams=.5, canvas=256,
+    Stage(8000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .3, .3), whole=.1, exams=.5, canvas=256,
           long=.4, letters=.3, hide=(.5, 1)),
     # the same with a falling learning rate
     Stage(5000, 6144, lr=(5.25e-4, 5.25e-6), mix=(.4, .3, .3), whole=0, exams=.5, canvas=256,
