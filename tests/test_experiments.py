@@ -3,6 +3,7 @@ ablations against their definition."""
 import copy
 import json
 import random
+from pathlib import Path
 
 import command_line
 import experiments
@@ -117,6 +118,13 @@ def test_prompts_of_one_program_and_problems_of_one_exam_are_clusters():
     assert len({*experiments.clusters_of(code)}) == len({p.key for p in code}) < 300
     assert len({*experiments.clusters_of(tasks.problems("math", "test", 30))}) == 30
     assert experiments.clusters_of(exams) == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_the_table_of_the_readme_is_what_the_records_say():
+    """If this fails: `python notebooks/mini/experiments.py summary`, and look at the words
+    around it."""
+    table = experiments.summary(experiments.README_ROWS, experiments.README_SPLIT)
+    assert table in Path(experiments.HERE.parents[1], "README.md").read_text()
 
 
 def test_every_setting_has_knobs_that_its_sampler_takes():
