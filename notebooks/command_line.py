@@ -3,7 +3,7 @@
 
     python dlm_spec.py                                      # one problem, then all samplers
     python dlm_spec.py "What is 3 + 4?" --sampler wino threshold=.5 --model my/checkpoint
-    python dlm_spec.py --preset wino.6                      # a row of the README's table
+    python dlm_spec.py --preset wino.6                      # a setting of the experiments
     python dlm_spec.py --copy sample_cover > my_cover.py    # a file that stands alone
 
 `keyword=value` goes to the sampler as it is: see help(dlm_spec.sample_cover) and of Decode.
@@ -105,6 +105,7 @@ class LiveCanvas:
 def copy_out(name):
     """The source of a module that stands alone: the definition `name` of dlm_spec.py and Denoiser,
     with all that they reach by name, in order, and the imports that these need."""
+    name = f"sample_{name}" if name in SAMPLERS else name
     lines = Path(dlm_spec.__file__).read_text().splitlines()
     statements = ast.parse("\n".join(lines)).body[1:-1]     # but docstring and call of main
     imports = [s for s in statements if isinstance(s, ast.Import | ast.ImportFrom)]
@@ -144,7 +145,7 @@ def main(argv=None):
     cli.add_argument("words", nargs="*", metavar="PROBLEM | KEYWORD=VALUE", help="what to solve, "
                      "and keywords of the sampler, for example threshold=.6 verify=kl seed=1")
     cli.add_argument("--sampler", choices=SAMPLERS, help="default: cover")
-    cli.add_argument("--preset", help="a row of the README's table of results, as measured")
+    cli.add_argument("--preset", help="a setting of the experiments, for example wino.6")
     cli.add_argument("--compare", action="store_true", help="all samplers, as a table")
     cli.add_argument("--model", help="a folder or hub id (default: the embedded model)")
     cli.add_argument("--device", help="default: cuda when there is one, else cpu")

@@ -382,8 +382,9 @@ def summary(names, split="test", gen_length=64):
 # What stands in the README. The split is the validation split as long as the embedded model is
 # not the one that train.py makes: the test split is decoded once, with that model.
 README_SPLIT = "validation"
-README_ROWS = ("one-per-forward", "four-per-forward", "threshold.9", "dual_diffusion-confidence",
-               "dual_diffusion-out.6", "wino.6", "saber2", "cover-few.6", "cover.5", "cover.7")
+README_ROWS = ("one-per-forward", "four-per-forward", "threshold.9", "threshold.9-dual",
+               "dual_diffusion-confidence", "dual_diffusion-out.6", "wino.6", "saber2",
+               "cover-few.6", "cover.5")
 
 
 def against_rivals(name, split="test", families=tasks.FAMILIES, gen_length=64, block_length=None):
@@ -408,7 +409,8 @@ def main():
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("what", choices=("run", "choose", "table", "summary"))
-    cli.add_argument("split", choices=("validation", "test"), nargs="?", default="test")
+    cli.add_argument("split", choices=("validation", "test"), nargs="?",
+                     default=README_SPLIT)
     cli.add_argument("-n", type=int, default=300, help="prompts per family")
     cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
     cli.add_argument("--settings", nargs="+", default=["all"],
