@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dlm_spec
 
-TINY = ["--hidden", "48", "--layers", "1"]
-SHORT = (train.Stage(64, 160, lr=(1e-3, 1e-4), mix=(1, 0, 0), whole=0, exams=0, canvas=40,
-                     long=.4, letters=0, hide=(0, 0)),)
+TINY = ["--hidden", "48", "--layers", "2"]
+SHORT = (train.Stage(64, mix=(1, 0, 0), whole=0, exams=0, canvas=40, long=.4, letters=0,
+                     hide=(0, 0), fixed=False),)
 FULL = r"(?i)file too large|os error 27|unexpected pos"     # in python, rust and torch
 
 
@@ -34,6 +35,7 @@ def start(tokenizer, monkeypatch):
     """A function that runs train.main in a folder; returns its exit code."""
     monkeypatch.setattr(train, "build_tokenizer", lambda: tokenizer)
     monkeypatch.setattr(train, "CURRICULUM", SHORT)
+    monkeypatch.setattr(train, "TOKENS", 160)
 
     def run(folder, *argv):
         monkeypatch.setattr(sys, "argv", ["train.py", *TINY, "--run", str(folder / "run"), "--out",
@@ -177,8 +179,9 @@ def test_ctrl_c_from_outside_saves_and_says_so(tmp_path):
     """The command in a process of its own: exit code 130, a word, no traceback."""
     code = f"""
 import train
-train.CURRICULUM = (train.Stage(2000, 160, lr=(1e-3, 1e-4), mix=(1, 0, 0), whole=0, exams=0,
-                                canvas=40, long=.4, letters=0, hide=(0, 0)),)
+train.CURRICULUM = (train.Stage(2000, mix=(1, 0, 0), whole=0, exams=0, canvas=40,
+                                long=.4, letters=0, hide=(0, 0), fixed=False),)
+train.TOKENS = 160
 train.build_tokenizer = lambda: train.PreTrainedTokenizerFast.from_pretrained(
     {str(dlm_spec.EMBEDDED_MODEL)!r})
 train.main()"""
@@ -201,13 +204,60 @@ train.main()"""
 
 def test_a_width_that_makes_no_heads_is_refused(start, tmp_path, capsys):
     assert start(tmp_path, "--hidden", "100") == 2
-    assert "--hidden is 100, expected a multiple of 8" in capsys.readouterr().err
+    assert "--hidden is 100, expected a multiple of 16" in capsys.readouterr().err
+
+
+def test_one_layer_makes_no_induction_head(start, tmp_path, capsys):
+    assert start(tmp_path, "--layers", "1") == 2
+    assert "--layers is 1, expected 2 or more" in capsys.readouterr().err
+
+
+def test_untrained_induction_heads_find_the_letter_of_an_option(tokenizer):
+    """Everything but the letter of questions is visible: four models that have learned nothing
+    name two fifths of them together, where chance is a quarter."""
+    letters = torch.tensor(tokenizer.convert_tokens_to_ids(list("ABCD")))
+    batches = [b for b in (train.batch(tokenizer, step) for step in range(40)) if b[0] == "letter"]
+    right = asked = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = train.build_model(tokenizer, 192, 2)
+        denoiser = dlm_spec.Denoiser(model, mask_id=tokenizer.mask_token_id)
+        for _, x, letter, real in batches:
+            logits = denoiser(x.masked_fill(letter, tokenizer.mask_token_id), letter, real)
+            guess = letters[logits[:, letters].argmax(-1)]
+            right, asked = right + int((guess == x[letter]).sum()), asked + int(letter.sum())
+    assert asked > 200 and right > .4 * asked, (right, asked)
+
+
+def test_fixed_induction_heads_stay_as_they_start(tokenizer, monkeypatch, tmp_path):
+    """Four steps of a fixed stage, then four that are not: the attention of the first two
+    layers is the same after the first, and other layers have moved."""
+    stage = SHORT[0]
+    monkeypatch.setattr(train, "build_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(train, "TOKENS", 160)
+    monkeypatch.setattr(train, "CURRICULUM", (replace(stage, steps=4, fixed=True), stage))
+    torch.manual_seed(0)
+    first = train.build_model(tokenizer, 48, 3).state_dict()
+
+    def after(steps):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--hidden", "48", "--layers", "3", "--steps",
+                                          steps, "--run", str(tmp_path / "run"), "--out",
+                                          str(tmp_path / "out")])
+        train.main()
+        return torch.load(tmp_path / "run" / "last.pt", weights_only=True)["model"]
+    then = after("4")
+    heads = [k for k in first if "layers.0.self_attn" in k or "layers.1.self_attn" in k]
+    assert heads and all(torch.equal(first[k], then[k]) for k in heads)
+    assert not torch.equal(first["model.layers.2.mlp.up_proj.weight"],
+                           then["model.layers.2.mlp.up_proj.weight"])
+    now = after("8")
+    assert not any(torch.equal(now[k], then[k]) for k in heads if "weight" in k)
 
 
 def test_a_short_run_of_the_command_learns(tmp_path, monkeypatch):
-    """Its own curriculum and tokenizer, a smaller model: after 200 steps the loss of every
+    """Its own curriculum and tokenizer, a smaller model: after 300 steps the loss of every
     family has fallen by a third at least, and the folder opens."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, "--steps", "200", "--run",
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, "--steps", "300", "--run",
                                       str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     train.main()
     first, *_, last = (line["loss"] for line in curve(tmp_path))

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -80,8 +81,6 @@ def build_tokenizer():
 class Stage:
     """A part of the training. Lengths are in tokens."""
     steps: int
-    tokens: int         # the most tokens in a batch
-    lr: tuple           # learning rate at its first and its last step; linear in between
     mix: tuple          # shares of the families among the batches, in the order of tasks.FAMILIES
     whole: float        # share of batches that hide tokens of the prompt, too
     exams: float        # share of batches whose prompts hold two to four problems
@@ -89,26 +88,22 @@ class Stage:
     long: float         # share of batches with a canvas of any length up to that
     letters: float      # share of the batches of multiple choice that teach the letter alone
     hide: tuple         # the largest share of their other tokens that is hidden; first and last
+    fixed: bool         # are the induction heads kept as they start?
 
 
 CURRICULUM = (
-    # single problems on short canvases, at first with a large learning rate; half of the batches
-    # of multiple choice teach the letter alone, with nearly all else visible
-    Stage(974, 3072, lr=(1.5e-3, 1.5e-3), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
-          long=.2, letters=.5, hide=(0, .061)),
-    Stage(1088, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .4, .2), whole=.3, exams=0, canvas=64,
-          long=.2, letters=.5, hide=(.061, 0.129)),
-    # arithmetic comes first, multiple choice needs more: first to name the option, then its letter
-    Stage(3000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.2, .65, .15), whole=.2, exams=0, canvas=48,
-          long=.1, letters=.15, hide=(0, 0)),
-    Stage(3000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.3, .5, .2), whole=.1, exams=0, canvas=64,
-          long=.2, letters=.5, hide=(0, .5)),
+    # single problems on short canvases; of multiple choice at first mostly the letter alone, with
+    # nearly all else visible, until other layers make use of the induction heads
+    Stage(1500, mix=(.4, .3, .3), whole=.3, exams=0, canvas=64, long=.2, letters=.5, hide=(0, .2),
+          fixed=True),
+    Stage(4500, mix=(.5, .25, .25), whole=.15, exams=0, canvas=64, long=.2, letters=.3,
+          hide=(.2, 1), fixed=False),
     # up to four problems, any length
-    Stage(8000, 3072, lr=(5.25e-4, 5.25e-4), mix=(.4, .3, .3), whole=.1, exams=.5, canvas=256,
-          long=.4, letters=.3, hide=(.5, 1)),
-    # the same with a falling learning rate
-    Stage(5000, 6144, lr=(5.25e-4, 5.25e-6), mix=(.4, .3, .3), whole=0, exams=.5, canvas=256,
-          long=.4, letters=.2, hide=(1, 1)))
+    Stage(20000, mix=(.45, .25, .3), whole=.05, exams=.5, canvas=256, long=.4, letters=.2,
+          hide=(1, 1), fixed=False))
+TOKENS = 3072           # the most tokens in a batch
+PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
+TOTAL = sum(stage.steps for stage in CURRICULUM)
 ONE_STEP = .2           # share of problems of one step among those of MiniMath
 
 
@@ -146,7 +141,7 @@ def batch(tokenizer, step, seed=0):
     family, = rng.choices(tasks.FAMILIES, stage.mix)
     size = rng.randint(2, 4) if rng.random() < stage.exams else 1
     # Of four times as many rows, sorted by the length of their prompts, a part: little padding.
-    n = max(1, stage.tokens // (70 * size))
+    n = max(1, TOKENS // (70 * size))
     easy = round(ONE_STEP * 4 * n * size) if family == "math" else 0
     rows = (tasks.problems(family, "train", 4 * n * size - easy, seed=(seed, step))
             + tasks.problems("step", "train", easy, seed=(seed, step)))
@@ -163,7 +158,7 @@ def batch(tokenizer, step, seed=0):
     P, G = max(map(len, prompts)) + 2, max(map(len, answers)) + 1
     G = (rng.randint(G, max(G, stage.canvas)) if rng.random() < stage.long
          else G + rng.choice((0, 2, 4, 8)))
-    n = max(1, stage.tokens // (P + G))
+    n = max(1, TOKENS // (P + G))
     rows = [[pad] * (P - 2 - len(p)) + [user, *p, assistant, *a] + [eos] * (G - len(a))
             for p, a in zip(prompts[:n], answers)]
     x = torch.tensor(rows)                                                          # (B, L)
@@ -242,23 +237,48 @@ def optimizers(model, lr):
 
 
 @torch.no_grad()
-def start_as_neighbour_heads(layer, offsets=(-2, -1, 1, 2)):
-    """Let the heads of a layer start out looking at the tokens at these offsets.
+def start_with_induction_heads(model, offsets=(-2, -1, 1, 2)):
+    """Let the first two layers start out as four induction heads (arXiv 2209.11895).
 
-    Nothing in the loss asks a prompt token to know its neighbours, so a model this small does
-    not find out which letter stands before an option in hours (it named the right option at
-    100 % and its letter at chance). The biases of q and k do it: with the rotary embedding
-    their score depends on the offset alone, and is largest at the wanted one.
+    Head h of the first layer looks at the token at offsets[h]. Head h of the second looks for
+    that same token elsewhere, and tells what stands as far away from there on the other side:
+    for the masked letter of "Answer: [M]) plum" it finds the plum among the options and tells the
+    letter before it. All that moves a token into an answer is of this kind, and a model this
+    small does not find it in hours of training: it named the right option and a letter at random.
+
+    At first the other layers add nothing, the embedding fills the lower half of a hidden state,
+    and the upper half holds a compressed token for each offset. The biases of q and k make the
+    first layer's heads: with the rotary embedding their score depends on the offset alone, and
+    is largest at the wanted one. The second layer's use only the slow half of the frequencies.
     """
-    attention, d = layer.self_attn, layer.self_attn.head_dim
+    layers, embedding = model.model.layers, model.model.embed_tokens.weight
+    first, second = layers[0].self_attn, layers[1].self_attn
+    d, half = first.head_dim, embedding.shape[1] // 2
+    for layer in layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    embedding[:, half:] = 0
+    small, one = embedding.std(), torch.eye(d // 2)
+    compress = torch.linalg.qr(torch.randn(half, d // 2))[0].T                  # (d / 2, half)
+    slow = torch.cat([torch.arange(d // 4, d // 2), torch.arange(3 * d // 4, d)])
     angle = 10_000.0 ** (-torch.arange(0, d, 2) / d)
-    for name in ("q_proj", "k_proj"):
-        getattr(attention, name).weight.mul_(0.1)
-    for h, offset in enumerate(offsets[:attention.config.num_attention_heads]):
-        turned = torch.cat([(angle * offset).cos(), (angle * offset).sin()])
-        attention.k_proj.bias[h * d:(h + 1) * d] = 6 * torch.cat([torch.ones(d // 2),
-                                                                  torch.zeros(d // 2)])
-        attention.q_proj.bias[h * d:(h + 1) * d] = 6 * turned
+    for projection in (first.q_proj, first.k_proj):
+        projection.weight.mul_(0.1)
+    for projection in (second.q_proj, second.k_proj):
+        projection.weight.zero_()
+    for h, offset in enumerate(offsets):
+        head, front = slice(h * d, (h + 1) * d), slice(h * d, h * d + d // 2)
+        at, opposite = (slice(half + i * d // 2, half + (i + 1) * d // 2)
+                        for i in (h, offsets.index(-offset)))
+        first.k_proj.bias[head] = 6 * torch.cat([torch.ones(d // 2), torch.zeros(d // 2)])
+        first.q_proj.bias[head] = 6 * torch.cat([(angle * offset).cos(), (angle * offset).sin()])
+        first.v_proj.weight[front] = F.pad(compress, (0, half))
+        first.o_proj.weight[at, front] = small * one
+        second.q_proj.weight[h * d + slow, at] = 2 * one
+        second.k_proj.weight[h * d + slow, :half] = 2 * compress
+        second.v_proj.weight[front] = 0
+        second.v_proj.weight[front, opposite] = one
+        second.o_proj.weight[:half, front] = 3 * small * compress.T
 
 
 def build_model(tokenizer, hidden, layers):
@@ -272,16 +292,20 @@ def build_model(tokenizer, hidden, layers):
                          bos_token_id=None, is_causal=False, shift_logits=False,
                          trained_gen_length=max(stage.canvas for stage in CURRICULUM))
     model = LlamaForCausalLM(config)
-    start_as_neighbour_heads(model.model.layers[0])
     start_numbers_on_circles(model.model.embed_tokens.weight, tokenizer)
+    start_with_induction_heads(model)
     model.set_attn_implementation("dlm_spec")
     return model
 
 
 def loss_of(model, x, answer, real, tokenizer, generator):
     """The loss of a batch per answer token up to the first EOS: what fills the canvas up is
-    soon learned, and its share must not decide how much a batch counts."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    soon learned, and its share must not decide how much a batch counts.
+
+    On a CPU, attention to these few tokens is faster in the plain form, with all scores at once.
+    """
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)        # for the CPU, too
+    with torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
         loss = mdlm_loss(model, x, answer, mask_id=tokenizer.mask_token_id, attention_mask=real,
                          weighted=False, generator=generator)
     filling = ((x == tokenizer.eos_token_id) & answer).int().cumsum(1) > 1
@@ -317,8 +341,11 @@ def main():
     cli.add_argument("--out", type=Path, default=HERE / "model", help="the model folder to write")
     cli.add_argument("--save-every", type=float, default=5, help="minutes between checkpoints")
     args = cli.parse_args()
-    if args.hidden < 8 or args.hidden % 8:
-        cli.error(f"--hidden is {args.hidden}, expected a multiple of 8: four heads of even size")
+    if args.hidden < 16 or args.hidden % 16:
+        cli.error(f"--hidden is {args.hidden}, expected a multiple of 16: four heads of even size, "
+                  "of which half can be left out")
+    if args.layers < 2:
+        cli.error(f"--layers is {args.layers}, expected 2 or more: the induction heads take two")
 
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
@@ -346,7 +373,7 @@ def main():
         save_model(model, average, tokenizer, args.out)
 
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} words")
-    steps = args.steps or sum(stage.steps for stage in CURRICULUM)
+    steps = args.steps or TOTAL
     forget_after(args.run / "log.jsonl", step)
     interrupted = []                    # Ctrl-C ends the step and saves; a second one ends at once
 
@@ -357,8 +384,7 @@ def main():
     clock, saved = time.monotonic(), spent
     with open(args.run / "log.jsonl", "a") as log:
         while step < steps and not interrupted:
-            stage, share = stage_at(step)
-            lr = between(stage.lr, share) * min(1, (step + 1) / 200)
+            lr = PEAK_LR * min((step + 1) / 200, 1 - step / TOTAL)
             for opt, factor in zip(opts, (2, 1)):
                 for group in opt.param_groups:
                     group["lr"] = lr * factor
@@ -366,6 +392,9 @@ def main():
             loss = loss_of(model, x, answer, real, tokenizer, generator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if stage_at(step)[0].fixed:
+                for layer in model.model.layers[:2]:
+                    layer.self_attn.zero_grad(set_to_none=True)
             for opt in opts:
                 opt.step()
                 opt.zero_grad(set_to_none=True)
