@@ -231,7 +231,7 @@ def preset(name, gen_length):
     known = experiments.settings()
     if name not in known:
         raise ValueError(f"there is no preset {name!r}, but {', '.join(known)}")
-    return known[name].sampler, experiments.knobs_of(known[name], gen_length)
+    return known[name].sampler, experiments.keywords_of(known[name], gen_length)
 
 
 def value_of(text):

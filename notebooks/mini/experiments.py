@@ -15,6 +15,7 @@ continued. Seconds are processor time of one thread (set OMP_NUM_THREADS=1).
 """
 import argparse
 import contextlib
+import functools
 import json
 import math
 import sys
@@ -80,6 +81,11 @@ def settings():
                 draft_steps=2, threshold=t, **knobs)
     add("dual_diffusion-exact.5", "DualDiffusion, leave one out, no cache", ".5", "ours",
         "dual_diffusion", draft_steps=2, threshold=.5, cache=None)
+    # And with a drafter that is another network: the model in the folder `small`.
+    for t in (.6, .9):
+        add(f"dual_diffusion-small{t:g}".replace("0.", "."),
+            "DualDiffusion, leave one out, small drafter", f"{t:g}"[1:], "ours",
+            "dual_diffusion", draft_steps=2, threshold=t, drafter="small")
     for t in (.3, .4, .5, .6, .7):
         t_ = f"{t:g}"[1:]
         add(f"wino{t_}", "WINO", t_, "WINO" if t >= .6 else "WINO, our threshold", "wino",
@@ -146,11 +152,20 @@ PATCHES = {     # what an ablation puts in the place of a part of the module
     "d_out": ("seed_score", lambda u, d_in, d_out: u * (1 + d_in))}
 
 
-def knobs_of(setting, gen_length):
-    """A setting's keywords; so many tokens per forward become a number of steps."""
+@functools.cache
+def drafter_of(folder):
+    """The model in a folder beside this file, loaded once."""
+    return dlm_spec.load_denoiser(HERE / folder)
+
+
+def keywords_of(setting, gen_length):
+    """A setting's keywords; so many tokens per forward become a number of steps, and the name
+    of a drafter becomes that model."""
     knobs = {name: value for name, value in setting.knobs.items() if name != "without"}
     if "per_forward" in knobs:
         knobs["steps"] = gen_length // knobs.pop("per_forward")
+    if "drafter" in knobs:
+        knobs["drafter"] = drafter_of(knobs["drafter"])
     return knobs
 
 
@@ -161,9 +176,9 @@ def patch_of(part):
 
 def call_of(setting, gen_length, block_length):
     """A setting's sampler and all keywords that it is called with."""
-    knobs = knobs_of(setting, gen_length) | dict(gen_length=gen_length, block_length=block_length)
+    lengths = dict(gen_length=gen_length, block_length=block_length)
     sampler = dlm_spec.SAMPLERS[setting.sampler]
-    return sampler, command_line.named_knobs(sampler, knobs)
+    return sampler, command_line.named_knobs(sampler, keywords_of(setting, gen_length) | lengths)
 
 
 def decode_and_grade(denoiser, setting, problems, gen_length, block_length, **how):
