@@ -167,7 +167,7 @@ def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
     """Of all families, at the start and in the middle of the curriculum; what is to be learned
     is no padding, and what is filled up behind an answer is end of text."""
     found = some_batches(tokenizer, [*range(30), *range(9000, 9030)])
-    assert found.keys() == {*tasks.FAMILIES, "letter", "whole"}
+    assert found.keys() == {*tasks.FAMILIES, "letter", "option", "whole"}
     for x, answer, real in (b for some in found.values() for b in some):
         assert x.shape == answer.shape == real.shape and answer.any(1).all()
         assert torch.equal(real == 0, x == tokenizer.pad_token_id)
@@ -188,6 +188,17 @@ def test_letter_batches_teach_the_letter_alone(tokenizer):
         assert (answer.sum(1) == 1).all() and {*x[answer].tolist()} <= {*letters}
         assert (x == tokenizer.mask_token_id).float().mean() < .02
         assert all("Give" in tokenizer.decode(row) for row in x)
+
+
+def test_option_batches_teach_the_word_behind_the_letter_or_both(tokenizer):
+    asked, letters = set(), {*tokenizer.convert_tokens_to_ids([*"ABCD"])}
+    for x, answer, _ in some_batches(tokenizer, range(60))["option"]:
+        for row, learned in zip(x.tolist(), answer):
+            *letter, word = learned.nonzero()[:, 0].tolist()
+            assert row[word - 2] in letters and letter in ([], [word - 2])
+            assert row[word + 1] == tokenizer.eos_token_id
+            asked.add(1 + len(letter))
+    assert asked == {1, 2}
 
 
 def test_some_batches_are_cut_as_block_by_block_decoding_leaves_them(tokenizer):

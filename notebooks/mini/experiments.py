@@ -394,6 +394,22 @@ def summary(names, split="test", gen_length=64):
     return "\n".join(lines)
 
 
+def card(split="test"):
+    """The table of the model card: accuracy by family and canvas, with one and with four tokens
+    per forward."""
+    lines = ["| family | canvas | problems per prompt | problems | one token per forward "
+             "| four tokens per forward |", "|---|---|---|---|---|---|"]
+    for family in tasks.FAMILIES:
+        for gen_length in (64, 128, 256):
+            records = read(split, family, gen_length)
+            if {"one-per-forward", "four-per-forward"} <= records.keys():
+                two = [records["one-per-forward"], records["four-per-forward"]]
+                lines.append(f"| {family} | {gen_length} | {two[0]['exam']} | {two[0]['n']} | "
+                             + " | ".join("{:.1f} % [{:.1f}, {:.1f}]".format(*accuracy(r))
+                                          for r in two) + " |")
+    return "\n".join(lines)
+
+
 # What stands in the README. The split is the validation split as long as the embedded model is
 # not the one that train.py makes: the test split is decoded once, with that model.
 README_SPLIT = "validation"
@@ -423,7 +439,7 @@ def main():
     """The command line."""
     cli = argparse.ArgumentParser(description=__doc__,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("what", choices=("run", "choose", "table", "summary"))
+    cli.add_argument("what", choices=("run", "choose", "table", "summary", "card"))
     cli.add_argument("split", choices=("validation", "test"), nargs="?",
                      default=README_SPLIT)
     cli.add_argument("-n", type=int, default=300, help="prompts per family")
@@ -439,6 +455,8 @@ def main():
         return print(json.dumps(choose(args.split), indent=1))
     if args.what == "summary":
         return print(summary(README_ROWS, args.split))
+    if args.what == "card":
+        return print(card(args.split))
     if args.what == "table":
         return print(table(args.split, args.families, gen_length=args.gen_length,
                            block_length=args.block_length))

@@ -87,18 +87,20 @@ class Stage:
     canvas: int         # the longest canvas
     long: float         # share of batches with a canvas of any length up to that
     letters: float      # share of the batches of multiple choice that teach the letter alone
+    options: float      # share of these that teach the option's text instead, or both
     hide: tuple         # the largest share of their other tokens that is hidden; first and last
 
 
 CURRICULUM = (
-    # single problems on short canvases; of multiple choice at first mostly the letter alone, with
-    # nearly all else visible, until other layers make use of the induction heads
-    Stage(1500, mix=(.4, .3, .3), whole=.3, exams=0, canvas=64, long=.1, letters=.5, hide=(0, .2)),
-    Stage(4500, mix=(.5, .25, .25), whole=.15, exams=0, canvas=64, long=.1, letters=.3,
-          hide=(.2, 1)),
+    # single problems on short canvases; of multiple choice at first often the letter or the option
+    # alone, with nearly all else visible, until other layers make use of the induction heads
+    Stage(1200, mix=(.35, .4, .25), whole=.2, exams=0, canvas=64, long=.1, letters=.5, options=.5,
+          hide=(0, .3)),
+    Stage(4300, mix=(.4, .4, .2), whole=.05, exams=0, canvas=64, long=.1, letters=.35, options=.6,
+          hide=(.3, 1)),
     # up to four problems, any length
-    Stage(14000, mix=(.45, .25, .3), whole=.05, exams=.5, canvas=256, long=.2, letters=.2,
-          hide=(1, 1)))
+    Stage(10500, mix=(.45, .3, .25), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
+          options=.5, hide=(1, 1)))
 TOKENS = 3072           # the most tokens in a batch
 PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
 TOTAL = sum(stage.steps for stage in CURRICULUM)
@@ -122,16 +124,16 @@ def between(ends, share):
 def batch(tokenizer, step, seed=0):
     """The training batch of a step: (what, x, answer, attention_mask), the last three (B, L).
 
-    what: the family, "letter" or "whole". x: prompts, padded on the left, then answers, filled up
-    by EOS to a canvas length drawn per batch (decoding must work on all). answer: the tokens that
-    are to be learned, of which the loss hides a random share.
+    what: the family, "letter", "option" or "whole". x: prompts, padded on the left, then answers,
+    filled up by EOS to a canvas length drawn per batch (decoding must work on all). answer: the
+    tokens that are to be learned, of which the loss hides a random share.
 
     All rows are of one family: in a loss averaged over tokens the letter of a multiple choice
     drowns, and the model names the right option and a letter at random. For the same reason
-    some batches ask for the letter alone. Of the others some hide tokens of the prompt, too, as
-    in pretraining, by which the model learns sooner to look from one place for what stands at
-    another; and a quarter is cut in three, as block by block decoding leaves a canvas: known, to
-    be learned, and still all masks.
+    some batches ask for the letter or the option alone. Of the others some hide tokens of the
+    prompt, too, as in pretraining, by which the model learns sooner to look from one place for
+    what stands at another; and a quarter is cut in three, as block by block decoding leaves a
+    canvas: known, to be learned, and still all masks.
     """
     stage, share = stage_at(step)
     rng = random.Random(f"{seed}/{step}")
@@ -164,9 +166,13 @@ def batch(tokenizer, step, seed=0):
     answer = (place >= 0).expand(x.shape)
     letter = F.pad(answer & (x == said), (2, 0))[:, :-2]
     if family == "choice" and rng.random() < stage.letters:
+        what, asked = "letter", letter
+        if rng.random() < stage.options:    # the word behind the letter, at times the letter, too
+            what, asked = "option", F.pad(letter, (2, 0))[:, :-2]
+            asked = asked | letter if rng.random() < .5 else asked
         hidden = between(stage.hide, share) * torch.rand(len(x), 1, generator=coin)
-        hidden = answer & ~letter & (torch.rand(x.shape, generator=coin) < hidden)
-        return "letter", x.masked_fill(hidden, tokenizer.mask_token_id), letter, real
+        hidden = answer & ~asked & (torch.rand(x.shape, generator=coin) < hidden)
+        return what, x.masked_fill(hidden, tokenizer.mask_token_id), asked, real
     if rng.random() < stage.whole:
         return "whole", x, real.bool(), real
     if rng.random() < .25:
@@ -248,7 +254,8 @@ def start_with_induction_heads(model, offsets=(-2, -1, 1, 2)):
     and the upper half holds a compressed token for each offset. The biases of q and k make the
     first layer's heads: with the rotary embedding their score depends on the offset alone, and
     is largest at the wanted one. The second layer's use only the slow half of the frequencies.
-    The attention of these two layers is not trained: fifty steps were enough to lose it.
+    The embedding starts at about the size that training gives it, so that what these heads say
+    neither drowns in it later nor is lost in the first steps.
     """
     layers, embedding = model.model.layers, model.model.embed_tokens.weight
     first, second = layers[0].self_attn, layers[1].self_attn
@@ -256,8 +263,9 @@ def start_with_induction_heads(model, offsets=(-2, -1, 1, 2)):
     for layer in layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
+    embedding *= 5
     embedding[:, half:] = 0
-    small, one = embedding.std(), torch.eye(d // 2)
+    size, one = embedding[:, :half].std(), torch.eye(d // 2)
     compress = torch.linalg.qr(torch.randn(half, d // 2))[0].T                  # (d / 2, half)
     slow = torch.cat([torch.arange(d // 4, d // 2), torch.arange(3 * d // 4, d)])
     angle = 10_000.0 ** (-torch.arange(0, d, 2) / d)
@@ -272,12 +280,12 @@ def start_with_induction_heads(model, offsets=(-2, -1, 1, 2)):
         first.k_proj.bias[head] = 6 * torch.cat([torch.ones(d // 2), torch.zeros(d // 2)])
         first.q_proj.bias[head] = 6 * torch.cat([(angle * offset).cos(), (angle * offset).sin()])
         first.v_proj.weight[front] = F.pad(compress, (0, half))
-        first.o_proj.weight[at, front] = small * one
+        first.o_proj.weight[at, front] = size * one
         second.q_proj.weight[h * d + slow, at] = 2 * one
         second.k_proj.weight[h * d + slow, :half] = 2 * compress
         second.v_proj.weight[front] = 0
         second.v_proj.weight[front, opposite] = one
-        second.o_proj.weight[:half, front] = 3 * small * compress.T
+        second.o_proj.weight[:half, front] = size * compress.T
 
 
 def build_model(tokenizer, hidden, layers):
@@ -391,8 +399,6 @@ def main():
             loss = loss_of(model, x, answer, real, tokenizer, generator)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for layer in model.model.layers[:2]:        # the induction heads stay as they are
-                layer.self_attn.zero_grad(set_to_none=True)
             for opt in opts:
                 opt.step()
                 opt.zero_grad(set_to_none=True)
