@@ -5,7 +5,8 @@
     python notebooks/mini/experiments.py choose                    # by the rule of `choose`
     python notebooks/mini/experiments.py run test -n 2000          # every setting, once
     python notebooks/mini/experiments.py run validation -n 1000 --settings ablations
-    python notebooks/mini/experiments.py run test -n 100 --gen-length 256 --block-length 32 --exam 4
+    python notebooks/mini/experiments.py run test -n 100 --settings long --gen-length 256 \\
+        --block-length 32 --exam 4
     python notebooks/mini/experiments.py table
 
 Results go into notebooks/results/<split>_<family>_<length>[_<block length>].json, a record per
@@ -123,6 +124,12 @@ def ablations():
         out[f"2 checks, {threshold:g}"] = dict(threshold=threshold, max_checks=2)
         out[f"replace at .9, {threshold:g}"] = dict(threshold=threshold, tau_replace=.9)
     return {name: Setting("COVER", name, "ours", "cover", knobs) for name, knobs in out.items()}
+
+
+# What is run on the long canvases of exams.
+LONG = ("one-per-forward", "four-per-forward", "threshold.9", "threshold.9-prefix",
+        "threshold.9-dual", "dkv.9", "dual_diffusion-out.6", "wino.6", "cover.7",
+        "cover.7-prefix")
 
 
 class MaskedForAll(dlm_spec.DualView):
@@ -445,7 +452,7 @@ def main():
     cli.add_argument("-n", type=int, default=300, help="prompts per family")
     cli.add_argument("--families", nargs="+", choices=tasks.FAMILIES, default=tasks.FAMILIES)
     cli.add_argument("--settings", nargs="+", default=["all"],
-                     help="`all`, `ablations`, or names of settings")
+                     help="`all`, `ablations`, `long`, or names of settings")
     cli.add_argument("--gen-length", type=int, default=64)
     cli.add_argument("--block-length", type=int)
     cli.add_argument("--exam", type=int, default=1, help="problems per prompt")
@@ -460,7 +467,7 @@ def main():
     if args.what == "table":
         return print(table(args.split, args.families, gen_length=args.gen_length,
                            block_length=args.block_length))
-    groups = dict(all=settings(), ablations=ablations())
+    groups = dict(all=settings(), ablations=ablations(), long={n: known[n] for n in LONG})
     if unknown := {*args.settings} - {*groups, *known}:
         cli.error(f"there is no setting {', '.join(unknown)}")
     chosen = {n: s for item in args.settings
