@@ -98,8 +98,10 @@ CURRICULUM = (
           hide=(0, .3)),
     Stage(4300, mix=(.4, .4, .2), whole=.05, exams=0, canvas=64, long=.1, letters=.35, options=.6,
           hide=(.3, 1)),
-    # up to four problems, any length
-    Stage(10500, mix=(.45, .3, .25), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
+    # up to four problems, any length: a few at first, then half of all
+    Stage(2000, mix=(.4, .4, .2), whole=0, exams=.2, canvas=128, long=.2, letters=.35, options=.6,
+          hide=(1, 1)),
+    Stage(8500, mix=(.45, .3, .25), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
           options=.5, hide=(1, 1)))
 TOKENS = 3072           # the most tokens in a batch
 PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
