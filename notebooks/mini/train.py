@@ -89,6 +89,7 @@ class Stage:
     letters: float      # share of the batches of multiple choice that teach the letter alone
     options: float      # share of these that teach the option's text instead, or both
     hide: tuple         # the largest share of their other tokens that is hidden; first and last
+    sums: float = 0     # share of the batches of MiniMath that are sums alone
 
 
 CURRICULUM = (
@@ -96,13 +97,14 @@ CURRICULUM = (
     # alone, with nearly all else visible, until other layers make use of the induction heads
     Stage(1200, mix=(.35, .4, .25), whole=.2, exams=0, canvas=64, long=.1, letters=.5, options=.5,
           hide=(0, .3)),
-    Stage(4300, mix=(.4, .4, .2), whole=.05, exams=0, canvas=64, long=.1, letters=.35, options=.6,
-          hide=(.3, 1)),
-    # up to four problems, any length: a few at first, then half of all
-    Stage(2000, mix=(.4, .4, .2), whole=0, exams=.2, canvas=128, long=.2, letters=.35, options=.6,
-          hide=(1, 1)),
+    Stage(3288, mix=(.4, .4, .2), whole=.05, exams=0, canvas=64, long=.1, letters=.35, options=.6,
+          hide=(.3, .3 + .7 * 3288 / 4300)),
+    # with sums, and a few exams
+    Stage(3012, mix=(.45, .4, .15), whole=0, exams=.1, canvas=128, long=.2, letters=.35, options=.6,
+          hide=(.8, 1), sums=.4),
+    # up to four problems, any length
     Stage(8500, mix=(.45, .3, .25), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
-          options=.5, hide=(1, 1)))
+          options=.5, hide=(1, 1), sums=.15))
 TOKENS = 3072           # the most tokens in a batch
 PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
 TOTAL = sum(stage.steps for stage in CURRICULUM)
@@ -123,24 +125,49 @@ def between(ends, share):
     return ends[0] + (ends[1] - ends[0]) * share
 
 
+def sums(tokenizer, rng):
+    """A batch of rows of steps as the answers of MiniMath write them, (x, results), (B, L) each:
+    every step from a chain of its own, so that no result stands elsewhere, too."""
+    M, rows = tokenizer.mask_token, []
+    for _ in range(TOKENS // 64):
+        shown, asked = [], []
+        for _ in range(9):
+            steps = tasks._chain(rng, 5)[rng.randrange(4):]
+            forms = [rng.choice((0, 2, 3)), 1]          # form 1 says no number that it starts from
+            for (v, op, k, w), form in zip(steps[:1 + (rng.random() < .3)], forms):
+                form = tasks.STEP_FORMS[form]
+                shown.append(form.format(v=v, op=op, k=k, w=w))
+                asked.append(form.format(v=v, op=op, k=k, w=M))
+        rows.append([tokenizer("<|user|><|assistant|>" + " ".join(text),
+                               add_special_tokens=False)["input_ids"][:64]
+                     for text in (shown, asked)])
+    n = min(len(shown) for shown, _ in rows)
+    x, hidden = (torch.tensor([row[i][:n] for row in rows]) for i in (0, 1))
+    return x, hidden == tokenizer.mask_token_id
+
+
 def batch(tokenizer, step, seed=0):
     """The training batch of a step: (what, x, answer, attention_mask), the last three (B, L).
 
-    what: the family, "letter", "option" or "whole". x: prompts, padded on the left, then answers,
-    filled up by EOS to a canvas length drawn per batch (decoding must work on all). answer: the
-    tokens that are to be learned, of which the loss hides a random share.
+    what: the family, "letter", "option", "sums" or "whole". x: prompts, padded on the left, then
+    answers, filled up by EOS to a canvas length drawn per batch (decoding must work on all).
+    answer: the tokens that are to be learned, of which the loss hides a random share.
 
     All rows are of one family: in a loss averaged over tokens the letter of a multiple choice
     drowns, and the model names the right option and a letter at random. For the same reason
-    some batches ask for the letter or the option alone. Of the others some hide tokens of the
-    prompt, too, as in pretraining, by which the model learns sooner to look from one place for
-    what stands at another; and a quarter is cut in three, as block by block decoding leaves a
-    canvas: known, to be learned, and still all masks.
+    some batches ask for the letter or the option alone, and some are sums alone: to add is the
+    last thing that is learned in MiniMath. Of the others some hide tokens of the prompt, too, as
+    in pretraining, by which the model learns sooner to look from one place for what stands at
+    another; and a quarter is cut in three, as block by block decoding leaves a canvas: known, to
+    be learned, and still all masks.
     """
     stage, share = stage_at(step)
     rng = random.Random(f"{seed}/{step}")
     coin = torch.Generator().manual_seed(rng.getrandbits(32))
     family, = rng.choices(tasks.FAMILIES, stage.mix)
+    if family == "math" and stage.sums and rng.random() < stage.sums:
+        x, results = sums(tokenizer, rng)
+        return "sums", x, results, torch.ones_like(x)
     size = rng.randint(2, 4) if rng.random() < stage.exams else 1
     # Of four times as many rows, sorted by the length of their prompts, a part: little padding.
     n = max(1, TOKENS // (70 * size))
