@@ -1,6 +1,7 @@
 """The three families: splits, graders, the sandbox, and the tokenizer that covers them."""
 import ast
 import json
+import random
 import re
 from itertools import pairwise
 
@@ -166,8 +167,8 @@ def some_batches(tokenizer, steps):
 def test_training_batches_pad_prompts_left_and_answers_with_eos(tokenizer):
     """Of all families, at the start and in the middle of the curriculum; what is to be learned
     is no padding, and what is filled up behind an answer is end of text."""
-    found = some_batches(tokenizer, [*range(30), *range(9000, 9030)])
-    assert found.keys() == {*tasks.FAMILIES, "letter", "option", "whole"}
+    found = some_batches(tokenizer, [*range(30), *range(5000, 5020), *range(9000, 9020)])
+    assert found.keys() == {*tasks.FAMILIES, "letter", "option", "sums", "whole"}
     for x, answer, real in (b for some in found.values() for b in some):
         assert x.shape == answer.shape == real.shape and answer.any(1).all()
         assert torch.equal(real == 0, x == tokenizer.pad_token_id)
@@ -188,6 +189,20 @@ def test_letter_batches_teach_the_letter_alone(tokenizer):
         assert (answer.sum(1) == 1).all() and {*x[answer].tolist()} <= {*letters}
         assert (x == tokenizer.mask_token_id).float().mean() < .02
         assert all("Give" in tokenizer.decode(row) for row in x)
+
+
+def test_sums_ask_for_their_results(tokenizer):
+    x, results = train.sums(tokenizer, random.Random(0))
+    sums = 0
+    for row, asked in zip(x, results):
+        text = tokenizer.decode(row).split("<|assistant|>")[1]
+        for v, op, k, w in re.findall(r"(\d+) ([-+*/]) (\d) (?:=|is) (\d+)", text):
+            sums += 1
+            assert int(w) == {"+": int(v) + int(k), "-": int(v) - int(k), "*": int(v) * int(k),
+                              "/": int(v) // int(k)}[op]
+        shown = tokenizer.decode(row.masked_fill(asked, tokenizer.mask_token_id))
+        assert shown.count("<|mask|>") == int(asked.sum()) > 5
+    assert sums > 100
 
 
 def test_option_batches_teach_the_word_behind_the_letter_or_both(tokenizer):
