@@ -127,7 +127,7 @@ def between(ends, share):
 
 def sums(tokenizer, rng):
     """A batch of rows of steps as the answers of MiniMath write them, (x, results), (B, L) each:
-    every step from a chain of its own, so that no result stands elsewhere, too."""
+    one step of a chain, at times two, then of another one, so that no result is written twice."""
     M, rows = tokenizer.mask_token, []
     for _ in range(TOKENS // 64):
         shown, asked = [], []
