@@ -29,7 +29,7 @@ Glossary
     NFE              forward passes: how often a row's canvas went through the model
     K                drafter forwards between two verifications       K in [7]
     seeds            committed tokens that a forward checks again     S in [9]
-    u, d_in, d_out   a seed's uncertainty; how much masks look at it, and it at new tokens
+    u, d_in, d_out   a seed's uncertainty; how much masks attend to it, it to new tokens
 """
 import functools
 import inspect
@@ -620,8 +620,8 @@ def shadowed(denoiser, x, ask, attention_mask=None, *, checked, shadow=None, kv=
         the shadow of i         all but i       all
 
     In a shifted model the shadow of i is x[i-1] at position i-1, where i is read, and sees no
-    other shadow that is x[i]. (In deeper layers a token leaks into its shadow by others'
-    states.) shadow: (R, L) bool; default: checked. Others: see windowed."""
+    other shadow that is x[i]. (From the second layer on, other positions' states tell it some
+    of the token.) shadow: (R, L) bool; default: checked. Others: see windowed."""
     shadow = checked if shadow is None else shadow
     rows = torch.arange(len(x), device=x.device) if rows is None else rows
     visible, _, position_ids, read_at = denoiser.layout(x, attention_mask)
@@ -675,7 +675,7 @@ def sample_dual_diffusion(denoiser, prompt, *, draft_steps=4, verify=verify_conf
                           max_revisions=2, max_rounds=None, adaptive=False, **common):
     """Draft several forwards with a cache, then verify the draft in one exact forward and take
     back what it distrusts (DualDiffusion [7]). The exact forward also refreshes the drafter's
-    cache and drafts, so verifying costs no more than a refresh after every K forwards.
+    cache and drafts; the default view adds one position to it for each checked token.
     Args:
         draft_steps: K, drafter forwards between two verifications (fewer if a block is full).
         verify: verify_trust, verify_kl, verify_confidence, or any callable (judged (C, V),
@@ -949,8 +949,8 @@ def attention_map(q, k, mask=None, scaling=None):
 
 def dependence(view, read_columns, drafted, candidates):
     """COVER's d_in and d_out of candidates [9], (2, B, L): how much the masks that are left,
-    read at `read_columns`, look at them, and they at what was just `drafted` (who looked there
-    is stored outdated), each divided by the row's largest (ours). view: a used DualView."""
+    read at `read_columns`, look at them, and they at what was just `drafted` (what is stored
+    of these is outdated), each divided by the row's largest (ours). view: a used DualView."""
     maps = view.attention
     out = torch.zeros(2, *candidates.shape, device=maps.device)
     if maps.dim() == 0:  # a plain callable, which has no attention to look at
@@ -996,8 +996,8 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=1.0, tau_remask
     """Commit above a threshold; every forward also re-checks committed tokens, the *seeds*:
     they are M in its input, while all others keep seeing their stored keys and values (COVER
     [9]). If another token is predicted, a seed is replaced by it where it has probability >=
-    tau_replace, else re-masked where its own is < tau_remask; else it is kept. The paper
-    checks few seeds, the best by score; all numbers here and the probe are our choice.
+    tau_replace (1: hardly ever), else re-masked where its own is < tau_remask; else kept. The
+    paper checks few seeds, the best by score; all numbers here and the probe are our choice.
     Args:
         threshold: tau_draft, masks above it (as in WINO, not at it) are committed, always the
             best one.

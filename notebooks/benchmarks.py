@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""MMLU, GSM8K, MATH-500, HumanEval and MBPP for chat models, and the embedded model's
-families.
+"""MMLU, GSM8K, MATH-500, HumanEval and MBPP for chat models; for notebook 05 also the families
+of the embedded model.
 
     lm = DlmSpecLM("GSAI-ML/LLaDA-8B-Instruct", **settings("cover", "gsm8k"), batch_size=8)
     run(lm, "gsm8k", n=200)         # {"accuracy": ..., "interval": ..., "nfe": ..., ...}
 
-    python notebooks/benchmarks.py gsm8k mbpp --decoders cover wino -n 200      # or: accelerate
-    launch notebooks/benchmarks.py ..., a copy of the model per GPU
+    python notebooks/benchmarks.py gsm8k mbpp --decoders cover wino -n 200
+    accelerate launch notebooks/benchmarks.py gsm8k --decoders cover    # a model on each GPU
 
 A benchmark is a prompt, what a few-shot example would answer, and a grader, over the data
 set's own fields; `task` makes a task of lm-evaluation-harness of it. All are generative: the
@@ -244,7 +244,7 @@ BENCHMARKS = {
 
 
 # ---------------------------------------------------------------------------------------------
-# Settings: the papers' numbers, in one place.
+# Settings, in one place: the papers' numbers where they are published, ours elsewhere.
 
 CHECKPOINTS = {"mini": None, "llada": "GSAI-ML/LLaDA-8B-Instruct",
                "llada-base": "GSAI-ML/LLaDA-8B-Base",
@@ -279,7 +279,7 @@ DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion-paper", "dual_diffusion
 
 
 def settings(decoder, benchmark, gen_length=None, model="llada"):
-    """Keywords of DlmSpecLM (model_args) for a decoder on a benchmark, as its paper runs it.
+    """Keywords of DlmSpecLM (model_args) for a decoder on a benchmark.
 
     decoder: "own" (see OWN); "llada", one token per forward, blocks of 32; "fast_dllm",
     threshold .9, dual cache, blocks of 32; "dual_diffusion-paper", the same drafter, K = 16, four
@@ -405,13 +405,15 @@ def main(argv=None):
     cli = argparse.ArgumentParser(description="Decoders of dlm_spec on benchmarks; programs that "
                                               "the model writes are run.")
     cli.add_argument("benchmarks", nargs="+", choices=[b for b in BENCHMARKS if b[:4] != "mini"])
-    cli.add_argument("--decoders", nargs="+", choices=DECODERS, default=["llada", "cover"])
-    cli.add_argument("--model", choices=CHECKPOINTS, default="llada")
+    cli.add_argument("--decoders", nargs="+", choices=DECODERS, default=["llada", "cover"],
+                     help="default: llada cover")
+    cli.add_argument("--model", choices=CHECKPOINTS, default="llada", help="default: llada")
     cli.add_argument("--data", help="a JSON-lines file instead of the hub's data set")
-    cli.add_argument("--gen-length", type=int, help="default: see settings")
+    cli.add_argument("--gen-length", type=int, help="tokens to generate (default: what "
+                     "`settings` has for the benchmark)")
     cli.add_argument("--num-fewshot", type=int, help="default: none; for a base model 5 of "
                                                                 "MMLU and GSM8K, 3 of MBPP")
-    cli.add_argument("--batch-size", type=int, default=8)
+    cli.add_argument("--batch-size", type=int, default=8, help="default: 8")
     cli.add_argument("-n", type=int, help="problems per benchmark (default: all)")
     cli.add_argument("--json", type=Path, help="append the results here, a line each")
     args = cli.parse_args(argv)

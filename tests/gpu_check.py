@@ -5,9 +5,10 @@
     python tests/gpu_check.py --compile             # and some of them by CUDA graphs
     python tests/gpu_check.py --device cpu --shape mini --gen-length 8  # every line, anywhere
 
-Checks that nothing is masked or NaN, that COVER's dual view agrees with its definition, one
-softmax per view, in a layer and in a whole forward; and counts forwards, tokens per second,
-peak memory, and how often a forward makes the host wait, with the lines that do (waits.py).
+Checks that no mask is left, that confidences are finite, and that COVER's dual view matches a
+slow reference (one softmax per view), in one layer and in a whole forward; and counts forwards,
+tokens per second, peak memory, and how often a forward makes the host wait, with the lines
+that do (waits.py).
 """
 import argparse
 import json

@@ -76,9 +76,10 @@ def settings():
     words = dict(K="largest probability", token="probability of the token",
                  out="leave one out", cover="leave one out by COVER's view")
     for name, knobs in changes.items():
+        whose = "ours, after WINO" if name == "out" else "ours"
         for t in (.5, .6, .7, .9) if name == "out" else (.6, .9):
             add(f"dual_diffusion-{name}{t:g}".replace("0.", "."),
-                f"DualDiffusion, {words[name]}", f"{t:g}"[1:], "ours", "dual_diffusion",
+                f"DualDiffusion, {words[name]}", f"{t:g}"[1:], whose, "dual_diffusion",
                 draft_steps=2, threshold=t, **knobs)
     add("dual_diffusion-exact.5", "DualDiffusion, leave one out, no cache", ".5", "ours",
         "dual_diffusion", draft_steps=2, threshold=.5, cache=None)
@@ -96,7 +97,8 @@ def settings():
     # COVER as its paper words it: few seeds by score, replaced when sure. The numbers are ours.
     few = dict(max_seeds=8, max_checks=2, tau_replace=.9, tau_remask=.2, commit_cap=False)
     for t in (.5, .6, .7):
-        add(f"cover-few{t:g}".replace("0.", "."), "COVER, few seeds", f"{t:g}"[1:], "COVER",
+        add(f"cover-few{t:g}".replace("0.", "."), "COVER, few seeds", f"{t:g}"[1:],
+            "COVER, our numbers",
             "cover", threshold=t, **few)
     for t in (.4, .5, .6, .7, .8):
         t_ = f"{t:g}"[1:]
@@ -366,8 +368,8 @@ def table(split="test", families=tasks.FAMILIES, samplers=None, gen_length=64, b
         if not records:
             continue
         lines += [f"\n{family}, n = {next(iter(records.values()))['n']}\n",
-                  "| decoder | whose | accuracy | difference | forwards | positions | tokens/s "
-                  "| effective re-masks | replacements |", "|---|---|---|---|---|---|---|---|---|"]
+                  "| decoder | preset | whose | accuracy | difference | forwards | positions "
+                  "| tokens/s | effective re-masks | replacements |", "|---" * 10 + "|"]
         for name, setting in known.items():
             r = records.get(name)
             if r is None or (samplers and setting.sampler not in samplers):
@@ -376,8 +378,9 @@ def table(split="test", families=tasks.FAMILIES, samplers=None, gen_length=64, b
             d = "" if base is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*paired(r, base))
             label = f"{setting.decoder} {setting.value}"
             label = f"**{label}**" if name in chosen else label
-            lines.append(f"| {label} | {setting.whose} | {p:.1f} % [{low:.1f}, {high:.1f}] | {d} | "
-                         f"{r['nfe']:.1f} | {r['positions']:.0f} | {r['tokens'] / r['cpu']:.0f} | "
+            lines.append(f"| {label} | {name} | {setting.whose} | {p:.1f} % [{low:.1f}, "
+                         f"{high:.1f}] | {d} | {r['nfe']:.1f} | {r['positions']:.0f} | "
+                         f"{r['tokens'] / r['cpu']:.0f} | "
                          + " | ".join(effective(r)) + " |")
     return "\n".join(lines)
 
@@ -386,8 +389,8 @@ def summary(names, split="test", gen_length=64):
     """The table of the README: a row per setting, accuracy and forwards in each family; tokens
     per second and effective re-masks of all families together."""
     found, known = {f: read(split, f, gen_length) for f in tasks.FAMILIES}, settings()
-    lines = ["| decoder | whose | MiniMath | MiniChoice | MiniCode | tokens/s "
-             "| effective re-masks |", "|---|---|---|---|---|---|---|"]
+    lines = ["| decoder | preset | whose | MiniMath | MiniChoice | MiniCode | tokens/s "
+             "| effective re-masks |", "|---" * 8 + "|"]
     for name in names:
         rows = [found[family][name] for family in tasks.FAMILIES]
         cells = ["{:.1f} % [{:.1f}, {:.1f}] in ".format(*accuracy(r)) + f"{r['nfe']:.1f}"
@@ -396,8 +399,8 @@ def summary(names, split="test", gen_length=64):
         total = {k: sum(r["revisions"].get(k, 0) for r in rows)
                  for k in ("events", "remasks", "effective_remasks", "replaces")}
         cells += [f"{speed:.0f}", effective(dict(revisions=total))[0]]
-        lines.append(f"| {known[name].decoder} {known[name].value} | {known[name].whose} | "
-                     + " | ".join(cells) + " |")
+        lines.append(f"| {known[name].decoder} {known[name].value} | `{name}` | "
+                     f"{known[name].whose} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -97,13 +97,14 @@ CURRICULUM = (
     # alone, with nearly all else visible, until other layers make use of the induction heads
     Stage(1200, mix=(.35, .4, .25), whole=.2, exams=0, canvas=64, long=.1, letters=.5, options=.5,
           hide=(0, .3)),
-    Stage(3288, mix=(.4, .4, .2), whole=.05, exams=0, canvas=64, long=.1, letters=.35, options=.6,
-          hide=(.3, .3 + .7 * 3288 / 4300)),
-    # with sums, and a few exams
-    Stage(3012, mix=(.45, .4, .15), whole=0, exams=.1, canvas=128, long=.2, letters=.35, options=.6,
-          hide=(.8, 1), sums=.4),
+    # with sums
+    Stage(3300, mix=(.45, .4, .15), whole=.05, exams=0, canvas=64, long=.1, letters=.35, options=.6,
+          hide=(.3, .8), sums=.3),
+    # with a few exams
+    Stage(3500, mix=(.45, .4, .15), whole=0, exams=.1, canvas=128, long=.2, letters=.35, options=.6,
+          hide=(.8, 1), sums=.3),
     # up to four problems, any length
-    Stage(8500, mix=(.45, .3, .25), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
+    Stage(12_000, mix=(.45, .35, .2), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
           options=.5, hide=(1, 1), sums=.15))
 TOKENS = 3072           # the most tokens in a batch
 PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
