@@ -90,6 +90,7 @@ class Stage:
     options: float      # share of these that teach the option's text instead, or both
     hide: tuple         # the largest share of their other tokens that is hidden; first and last
     sums: float = 0     # share of the batches of MiniMath that are sums alone
+    tails: float = 0    # share of batches in which the end of the canvas is filled with EOS already
 
 
 CURRICULUM = (
@@ -104,8 +105,11 @@ CURRICULUM = (
     Stage(3500, mix=(.45, .4, .15), whole=0, exams=.1, canvas=128, long=.2, letters=.35, options=.6,
           hide=(.8, 1), sums=.3),
     # up to four problems, any length
-    Stage(12_000, mix=(.45, .35, .2), whole=0, exams=.5, canvas=256, long=.2, letters=.25,
-          options=.5, hide=(1, 1), sums=.15))
+    Stage(5900, mix=(.4, .4, .2), whole=0, exams=.5, canvas=256, long=.2, letters=.35,
+          options=.7, hide=(1, 1), sums=.15),
+    # above all these
+    Stage(6100, mix=(.5, .2, .3), whole=0, exams=.8, canvas=256, long=.4, letters=.35,
+          options=.7, hide=(1, 1), sums=.05, tails=.3))
 TOKENS = 3072           # the most tokens in a batch
 PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
 TOTAL = sum(stage.steps for stage in CURRICULUM)
@@ -160,7 +164,9 @@ def batch(tokenizer, step, seed=0):
     last thing that is learned in MiniMath. Of the others some hide tokens of the prompt, too, as
     in pretraining, by which the model learns sooner to look from one place for what stands at
     another; and a quarter is cut in three, as block by block decoding leaves a canvas: known, to
-    be learned, and still all masks.
+    be learned, and still all masks. Last come batches that know where the canvas ends: decoding
+    by confidence fills EOS from the right, and a model that does not know this state lets it
+    creep into the answer.
     """
     stage, share = stage_at(step)
     rng = random.Random(f"{seed}/{step}")
@@ -205,9 +211,12 @@ def batch(tokenizer, step, seed=0):
         return what, x.masked_fill(hidden, tokenizer.mask_token_id), asked, real
     if rng.random() < stage.whole:
         return "whole", x, real.bool(), real
-    if rng.random() < .25:
+    length = torch.tensor([len(a) + 1 for a in answers[:n]])
+    if stage.tails and rng.random() < stage.tails:
+        start = length + (torch.rand(len(x), generator=coin) * (G - length)).long()
+        answer = answer & (place < start[:, None])
+    elif rng.random() < .25:
         block = rng.choice((8, 16, 32, 64))
-        length = torch.tensor([len(a) + 1 for a in answers[:n]])
         start = (torch.rand(len(x), generator=coin) * length).long()[:, None]
         answer = (place >= start) & (place < start + block)
         x = x.masked_fill(place >= start + block, tokenizer.mask_token_id)
