@@ -8,7 +8,7 @@ the G masks behind a prompt over several forward passes.
     denoiser = load_denoiser()                  # the embedded model; or LLaDA, Dream, a folder
     ids, mask = denoiser.encode(EXAMPLE)        # "Mia has 12 shells. She finds 5 more ..."
     out = sample_llada(denoiser, ids, attention_mask=mask, gen_length=64)
-    print(denoiser.decode(out.generated)[0])    # 12 + 5 = 17; 14 = 17 - 3; * 2 -> 28, #### 28
+    print(denoiser.decode(out.generated)[0])  # 17 = 12 + 5; 17 - 3 = 14; 14 * 2 = 28; #### 28
 
 Sections 1 to 4 are a whole sampler; each later one adds one idea. `python dlm_spec.py --copy
 sample_cover` prints one sampler, with all that it needs, as a file that stands alone.

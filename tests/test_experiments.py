@@ -75,6 +75,10 @@ def test_the_interval_of_an_accuracy_is_wilson_s_of_the_problems_that_stand_alon
         assert p == pytest.approx(100 * marks.count("1") / 90)
         if clusters is None:
             assert (low, high) == pytest.approx([100 * v for v in want])
+    for n in range(1, 300):     # the interval holds the share itself, rounding or not
+        for mark in "01":
+            p, low, high = experiments.accuracy(record(mark * n))
+            assert low <= p <= high and high - low > 1
     thrice = "".join(m * 3 for m in marks)
     got = experiments.accuracy(record(thrice, [i // 3 for i in range(270)]))
     assert got == pytest.approx(experiments.accuracy(record(marks)))

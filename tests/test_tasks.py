@@ -229,6 +229,30 @@ def test_some_batches_are_cut_as_block_by_block_decoding_leaves_them(tokenizer):
     assert cut
 
 
+def test_late_batches_ask_where_the_text_ends(tokenizer):
+    """The last stage: eight tokens before the EOS that are shown, and all M before these. The
+    eighth is an EOS or, where all EOS are shown, the text's last token."""
+    eos, M, last = tokenizer.eos_token_id, tokenizer.mask_token_id, set()
+    start = sum(stage.steps for stage in train.CURRICULUM[:-1])
+    for x, answer, _ in some_batches(tokenizer, range(start, start + 80))["math"]:
+        if (answer.sum(1) > 8).any() or not (x == M).any() or (x[:, -1] == M).any():
+            continue
+        for row, learned in zip(x.tolist(), answer):
+            at = learned.nonzero()[:, 0].tolist()
+            assert {*row[at[-1] + 1:]} <= {eos}
+            assert {*row[row.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1:at[0]]} \
+                <= {M}
+            last.add(row[at[-1]] == eos)
+    assert last == {True, False}
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    last = train.TOTAL - train.CURRICULUM[-1].steps
+    rates = [train.learning_rate(step) / train.PEAK_LR
+             for step in (0, 199, last, train.TOTAL - 1, train.TOTAL)]
+    assert rates == pytest.approx([1 / 200, 1 - 199 / 20_000, 1 - last / 20_000, 8e-5, 0], abs=1e-5)
+
+
 def test_training_sees_exams_steps_and_long_canvases(tokenizer):
     texts, widths = [], []
     for x, _, _ in some_batches(tokenizer, range(9000, 9040))["math"]:

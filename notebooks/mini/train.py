@@ -90,7 +90,7 @@ class Stage:
     options: float      # share of these that teach the option's text instead, or both
     hide: tuple         # the largest share of their other tokens that is hidden; first and last
     sums: float = 0     # share of the batches of MiniMath that are sums alone
-    tails: float = 0    # share of batches in which the end of the canvas is filled with EOS already
+    tails: float = 0    # share of batches that teach where the text ends, see batch
 
 
 CURRICULUM = (
@@ -107,11 +107,11 @@ CURRICULUM = (
     # up to four problems, any length
     Stage(5900, mix=(.4, .4, .2), whole=0, exams=.5, canvas=256, long=.2, letters=.35,
           options=.7, hide=(1, 1), sums=.15),
-    # above all these
-    Stage(6100, mix=(.5, .2, .3), whole=0, exams=.8, canvas=256, long=.4, letters=.35,
-          options=.7, hide=(1, 1), sums=.05, tails=.3))
+    # mostly single ones again, any length; and where the text ends on a canvas that is nearly empty
+    Stage(3600, mix=(.45, .3, .25), whole=0, exams=.3, canvas=256, long=.3, letters=.35,
+          options=.7, hide=(1, 1), sums=.1, tails=.25))
 TOKENS = 3072           # the most tokens in a batch
-PEAK_LR = 6e-4          # reached after 200 steps; from there it falls in a straight line to zero
+PEAK_LR = 6e-4
 TOTAL = sum(stage.steps for stage in CURRICULUM)
 ONE_STEP = .2           # share of problems of one step among those of MiniMath
 
@@ -123,6 +123,14 @@ def stage_at(step):
             return stage, step / stage.steps
         step -= stage.steps
     return stage, 1.0
+
+
+def learning_rate(step):
+    """It rises over 200 steps to PEAK_LR, falls in a straight line that would reach zero after
+    20,000 steps, and in the last stage in a steeper one that does at its end."""
+    last = CURRICULUM[-1].steps
+    steeper = (TOTAL - step) / last * (1 - (TOTAL - last) / 20_000)
+    return PEAK_LR * min((step + 1) / 200, 1 - step / 20_000, steeper)
 
 
 def between(ends, share):
@@ -164,9 +172,10 @@ def batch(tokenizer, step, seed=0):
     last thing that is learned in MiniMath. Of the others some hide tokens of the prompt, too, as
     in pretraining, by which the model learns sooner to look from one place for what stands at
     another; and a quarter is cut in three, as block by block decoding leaves a canvas: known, to
-    be learned, and still all masks. Last come batches that know where the canvas ends: decoding
-    by confidence fills EOS from the right, and a model that does not know this state lets it
-    creep into the answer.
+    be learned, and still all masks. Decoding by confidence fills EOS first, from the right to the
+    left, while the text is still all masks, and a model that is seldom asked where the text ends
+    then lets EOS creep into it. So some batches show all EOS but at most the first eleven, and
+    ask for the eight tokens before these; everything before them is M.
     """
     stage, share = stage_at(step)
     rng = random.Random(f"{seed}/{step}")
@@ -213,8 +222,10 @@ def batch(tokenizer, step, seed=0):
         return "whole", x, real.bool(), real
     length = torch.tensor([len(a) + 1 for a in answers[:n]])
     if stage.tails and rng.random() < stage.tails:
-        start = length + (torch.rand(len(x), generator=coin) * (G - length)).long()
-        answer = answer & (place < start[:, None])
+        behind = torch.rand(len(x), generator=coin) * (G - length + 2).clamp(max=12)
+        start = length - 1 + behind.long()
+        answer = answer & (place < start[:, None]) & (place >= start[:, None] - 8)
+        x = x.masked_fill((place >= 0) & (place < start[:, None] - 8), tokenizer.mask_token_id)
     elif rng.random() < .25:
         block = rng.choice((8, 16, 32, 64))
         start = (torch.rand(len(x), generator=coin) * length).long()[:, None]
@@ -369,7 +380,7 @@ def draw_losses(log, path):
     for end in itertools.accumulate(stage.steps for stage in CURRICULUM):
         ax.axvline(end, color="0.8", lw=.8, zorder=0)
     ax.set(xlabel="step (lines: stages)", ylabel="nats per token", yscale="log",
-           xlim=(0, lines[-1]["step"]))
+           xlim=(0, lines[-1]["step"]), ylim=(.02, None))
     ax.legend(frameon=False)
     fig.savefig(path, dpi=80)
     plt.close(fig)
@@ -430,7 +441,7 @@ def main():
     clock, saved = time.monotonic(), spent
     with open(args.run / "log.jsonl", "a") as log:
         while step < steps and not interrupted:
-            lr = PEAK_LR * min((step + 1) / 200, 1 - step / TOTAL)
+            lr = learning_rate(step)
             for opt, factor in zip(opts, (2, 1)):
                 for group in opt.param_groups:
                     group["lr"] = lr * factor
