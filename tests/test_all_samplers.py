@@ -4,8 +4,9 @@
 Recorded decodes of the public samplers, random knobs on random models, models that do not
 cooperate, batches, precisions, threads, Ctrl-C, memory, devices, and how often the host waits.
 
-The files in `data/` were recorded by running public code, unchanged, on the embedded model in
-fp64 on a CPU, one prompt at a time, but for Dream at temperature 0:
+The files in `data/` were recorded by running public code, unchanged, on an earlier embedded
+model (`data/recorded_model`) in fp64 on a CPU, one prompt at a time, but for Dream at
+temperature 0:
 
     llada_traces.json      `generate` of ML-GSAI/LLaDA (generate.py, commit b7e6c35)
     fast_dllm_traces.json  `generate`, `generate_with_prefix_cache` and
@@ -17,8 +18,8 @@ fp64 on a CPU, one prompt at a time, but for Dream at temperature 0:
                            and `generate_with_saber` of zhaoyMa/Saber (decoding.py, commit
                            2f061e2)
     dkv_traces.json        `generate` of horseee/dKV-Cache (llada_dkv_cache_decode.py and its
-                           LLaDA modelling code, commit 49a76fc) with enable_cache, on the
-                           embedded model's weights under LLaDA's names, a bias of attn_out
+                           LLaDA modelling code, commit 49a76fc) with enable_cache, on that
+                           model's weights under LLaDA's names, a bias of attn_out
                            added; `positions` are the tokens its forwards were given
     dream_traces.json      `_sample` of Dream's generation_utils.py as NVlabs/Fast-dLLM
                            carries it (dream/model/, commit 24cc59e), at temperature and top_p,
@@ -26,7 +27,7 @@ fp64 on a CPU, one prompt at a time, but for Dream at temperature 0:
                            rolled by one, which it shifts back, and Gumbel-max over our random
                            numbers in the place of torch's Categorical
     eos_traces.json        LLaDA's `generate` again with confidence_eos_eot_inf, its ids of
-                           EOS and EOT set to the embedded model's end of text and padding
+                           EOS and EOT set to that model's end of text and padding
 
 The model was wrapped so that its logits of M and of ids past the tokenizer are -inf (the
 public samplers do not ban them) and so that every canvas it was given is kept; a trace holds
@@ -128,6 +129,13 @@ TRACES = {path.stem.removesuffix("_traces"): json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
+def recorded():
+    """The model of the traces, in fp64."""
+    return dlm_spec.load_denoiser(Path(__file__).parent / "data" / "recorded_model",
+                                  device="cpu", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
 def embedded():
     """The embedded model in fp64."""
     return dlm_spec.load_denoiser(device="cpu", dtype=torch.float64)
@@ -139,26 +147,26 @@ def follows(trace, out):
             and out.commit_step[0, out.prompt_length:].tolist() == trace["commit_step"])
 
 
-def test_llada_is_the_public_sampler(embedded):
+def test_llada_is_the_public_sampler(recorded):
     """Tokens, commit order, forwards. Five prompts in five settings."""
     for trace in TRACES["llada"][:30:7]:
-        out = dlm_spec.sample_llada(embedded, [trace["prompt"]], **trace["knobs"])
+        out = dlm_spec.sample_llada(recorded, [trace["prompt"]], **trace["knobs"])
         assert follows(trace, out) and out.nfe.tolist() == [trace["nfe"]], trace["knobs"]
 
 
 def test_postponing_differs_from_the_public_code_only_in_its_softmax_without_eos(
-        embedded, monkeypatch):
+        recorded, monkeypatch):
     """There `logits_with_noise` is `logits` itself at temperature 0, so that -inf for an end
     of text enters the confidence of all other tokens. With that done here the runs are the
     same."""
-    ends = torch.tensor([embedded.eos_ids[0], embedded.pad_id])
+    ends = torch.tensor([recorded.eos_ids[0], recorded.pad_id])
     confidence_of = dlm_spec.confidence_of
 
     def without_eos(logits, *args):
         return confidence_of(logits.index_fill(1, ends, -torch.inf), *args)
 
     def same(trace):
-        return follows(trace, dlm_spec.sample_llada(embedded, [trace["prompt"]],
+        return follows(trace, dlm_spec.sample_llada(recorded, [trace["prompt"]],
                                                     postpone_eos=True, **trace["knobs"]))
 
     some = TRACES["eos"][::12]
@@ -167,7 +175,7 @@ def test_postponing_differs_from_the_public_code_only_in_its_softmax_without_eos
     assert all(map(same, some))
 
 
-def test_llada_at_a_temperature_is_dream_s_sampler(embedded):
+def test_llada_at_a_temperature_is_dream_s_sampler(recorded):
     """Temperature, then top_p, then the entropy (probability, margin) of what remains."""
     for trace in (TRACES["dream"][i] for i in (3, 5)):
         def nucleus(ids, logits, t=trace):
@@ -175,41 +183,41 @@ def test_llada_at_a_temperature_is_dream_s_sampler(embedded):
             return logits.masked_fill(warped.isneginf(), -torch.inf)
 
         out = dlm_spec.sample_llada(
-            embedded, [trace["prompt"]], **trace["knobs"], tempered_confidence=True,
+            recorded, [trace["prompt"]], **trace["knobs"], tempered_confidence=True,
             logits_processor=nucleus if trace["top_p"] else None,
             generator=torch.Generator().manual_seed(trace["seed"]))
         assert follows(trace, out)
 
 
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
-def test_fast_dllm_is_the_public_sampler(embedded, cache):
+def test_fast_dllm_is_the_public_sampler(recorded, cache):
     """Tokens and forwards, with and without a cache."""
     traces = [t for t in TRACES["fast_dllm"] if t["knobs"]["cache"] == cache]
     for trace in traces[::3]:
-        out = dlm_spec.sample_fast_dllm(embedded, [trace["prompt"]], **trace["knobs"])
+        out = dlm_spec.sample_fast_dllm(recorded, [trace["prompt"]], **trace["knobs"])
         assert out.generated[0].tolist() == trace["tokens"]
         assert out.nfe.tolist() == [trace["nfe"] - trace["wasted"]]
 
 
 @pytest.mark.parametrize("refresh", [8, 4, 3])
-def test_dkv_is_the_public_sampler(embedded, refresh):
+def test_dkv_is_the_public_sampler(recorded, refresh):
     """Tokens, commit order, forwards and the positions that they process."""
     traces = [t for t in TRACES["dkv"] if t["knobs"]["refresh"] == refresh]
     for trace in traces[1::6]:
-        out = dlm_spec.sample_dkv(embedded, [trace["prompt"]], **trace["knobs"])
+        out = dlm_spec.sample_dkv(recorded, [trace["prompt"]], **trace["knobs"])
         assert follows(trace, out)
         assert (out.nfe.tolist(), out.positions.tolist()) == (
             [trace["nfe"]], [trace["positions"]])
 
 
 @pytest.mark.parametrize("name", ["wino", "saber"])
-def test_wino_and_saber_are_the_public_samplers(embedded, name):
+def test_wino_and_saber_are_the_public_samplers(recorded, name):
     """Tokens, forwards, and what is taken back when. A re-mask in a trace is a token that was
     shown to a forward and no longer to the next; what Saber takes back in the forward that
     committed it was never shown."""
     events = 0
     for trace in [t for t in TRACES["revocable"] if t["sampler"] == name][1::5]:
-        out = SAMPLERS[name](embedded, [trace["prompt"]], **trace["knobs"], history=True)
+        out = SAMPLERS[name](recorded, [trace["prompt"]], **trace["knobs"], history=True)
         assert out.generated[0].tolist() == trace["tokens"]
         assert out.nfe.tolist() == [trace["nfe"]]
         shown = [[r.forward, r.position, r.old] for r in out.revisions
