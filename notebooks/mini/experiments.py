@@ -5,7 +5,7 @@
     python notebooks/mini/experiments.py choose                    # by the rule of `choose`
     python notebooks/mini/experiments.py run test -n 2000          # every setting, once
     python notebooks/mini/experiments.py run validation -n 1000 --settings ablations
-    python notebooks/mini/experiments.py run test -n 100 --settings long --gen-length 256 \\
+    python notebooks/mini/experiments.py run validation -n 100 --settings long --gen-length 256 \\
         --block-length 32 --exam 4
     python notebooks/mini/experiments.py table
 
@@ -62,33 +62,40 @@ def settings():
                 add(f"threshold{t_}-{cache}", f"threshold, {cache} cache", t_, whose, "fast_dllm",
                     threshold=t, cache=cache)
             add(f"dkv{t_}", "dKV", t_, "dKV-Cache, Fast-dLLM's rule", "dkv", threshold=t)
+    add("dkv-one-per-forward", "dKV", "1 per forward", "dKV-Cache", "dkv", per_forward=1)
     # DualDiffusion as its paper words it: the verifier sees the draft as it is, K = 16, four
-    # rounds. The thresholds are ours.
+    # rounds; drafted with Fast-dLLM's dual cache or with dKV-Cache. The thresholds are ours.
     published = dict(view="visible", draft_steps=16, max_rounds=4, threshold=.9)
-    for name, rule in (("trust", {}), ("kl", {}), ("confidence", dict(of="max"))):
-        add(f"dual_diffusion-{name}", f"DualDiffusion, {name}", "K 16, 4 rounds", "DualDiffusion",
-            "dual_diffusion", **published, verify=name, **rule)
+    for cache, words in (("dual", ""), ("dkv", ", dKV drafter")):
+        for name, rule in (("trust", {}), ("kl", {}), ("confidence", dict(of="max"))):
+            add(f"dual_diffusion-{name}" + "-dkv" * (cache == "dkv"),
+                f"DualDiffusion, {name}{words}", "K 16, 4 rounds", "DualDiffusion, our thresholds",
+                "dual_diffusion", **published, verify=name, cache=cache, **rule)
     # Then what we change, one thing at a time: fewer forwards per round and no limit on rounds;
     # the probability of the token; the token judged without itself (WINO's shadow block).
     changes = dict(K=dict(view="visible", verify="confidence", of="max"),
                    token=dict(view="visible", verify="confidence"),
                    out=dict(), cover=dict(view="cover"))
-    words = dict(K="largest probability", token="probability of the token",
-                 out="leave one out", cover="leave one out by COVER's view")
+    words_of = dict(K="largest probability", token="probability of the token",
+                    out="leave one out", cover="leave one out by COVER's view")
     for name, knobs in changes.items():
         whose = "ours, after WINO" if name == "out" else "ours"
         for t in (.5, .6, .7, .9) if name == "out" else (.6, .9):
             add(f"dual_diffusion-{name}{t:g}".replace("0.", "."),
-                f"DualDiffusion, {words[name]}", f"{t:g}"[1:], whose, "dual_diffusion",
+                f"DualDiffusion, {words_of[name]}", f"{t:g}"[1:], whose, "dual_diffusion",
                 draft_steps=2, threshold=t, **knobs)
     add("dual_diffusion-exact.5", "DualDiffusion, leave one out, no cache", ".5", "ours",
         "dual_diffusion", draft_steps=2, threshold=.5, cache=None)
+    for name in ("token", "out"):
+        add(f"dual_diffusion-{name}.9-dkv", f"DualDiffusion, {words_of[name]}, dKV drafter", ".9",
+            "ours, after WINO" if name == "out" else "ours", "dual_diffusion", draft_steps=2,
+            threshold=.9, cache="dkv", **changes[name])
     # And with a drafter that is another network: the model in the folder `small`.
     for t in (.6, .9):
         add(f"dual_diffusion-small{t:g}".replace("0.", "."),
             "DualDiffusion, leave one out, small drafter", f"{t:g}"[1:], "ours",
             "dual_diffusion", draft_steps=2, threshold=t, drafter="small")
-    for t in (.3, .4, .5, .6, .7):
+    for t in (.3, .4, .5, .6, .7, .8, .9):
         t_ = f"{t:g}"[1:]
         add(f"wino{t_}", "WINO", t_, "WINO" if t >= .6 else "WINO, our threshold", "wino",
             threshold=t)
@@ -96,14 +103,14 @@ def settings():
         add(f"saber{n}", "Saber", f"n {n}", "Saber" if n == 2 else "Saber, our n", "saber", n=n)
     # COVER as its paper words it: few seeds by score, replaced when sure. The numbers are ours.
     few = dict(max_seeds=8, max_checks=2, tau_replace=.9, tau_remask=.2, commit_cap=False)
-    for t in (.5, .6, .7):
+    for t in (.5, .6, .7, .8, .9):
         add(f"cover-few{t:g}".replace("0.", "."), "COVER, few seeds", f"{t:g}"[1:],
             "COVER, our numbers",
             "cover", threshold=t, **few)
-    for t in (.4, .5, .6, .7, .8):
+    for t in (.4, .5, .6, .7, .8, .9):
         t_ = f"{t:g}"[1:]
         add(f"cover{t_}", "COVER, all seeds", t_, "ours", "cover", threshold=t)
-    for t in (.5, .7):
+    for t in (.5, .7, .9):
         add(f"cover{t:g}-prefix".replace("0.", "."), "COVER, all seeds, prefix cache",
             f"{t:g}"[1:], "ours", "cover", threshold=t, cache="prefix")
     return out
@@ -130,8 +137,8 @@ def ablations():
 
 # What is run on the long canvases of exams.
 LONG = ("one-per-forward", "four-per-forward", "threshold.9", "threshold.9-prefix",
-        "threshold.9-dual", "dkv.9", "dual_diffusion-out.6", "wino.6", "cover.7",
-        "cover.7-prefix")
+        "threshold.9-dual", "dkv.9", "dual_diffusion-confidence", "dual_diffusion-out.9",
+        "wino.6", "cover.7", "cover.7-prefix")
 
 
 class MaskedForAll(dlm_spec.DualView):
@@ -460,8 +467,8 @@ def main():
     cli.add_argument("--exam", type=int, default=1, help="problems per prompt")
     args = cli.parse_args()
     known = settings() | ablations()
-    if args.what == "choose":
-        return print(json.dumps(choose(args.split), indent=1))
+    if args.what == "choose":       # on the validation split, whatever else is asked
+        return print(json.dumps(choose(), indent=1))
     if args.what == "summary":
         return print(summary(README_ROWS, args.split))
     if args.what == "card":
