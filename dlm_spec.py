@@ -727,7 +727,7 @@ def sample_dual_diffusion(denoiser, prompt, *, draft_steps=4, verify=verify_conf
             drafted = (drafted & ~checked) | commit
             window = window_of(cache, block, masks | run.masks) if drafter is None else None
     out = run.output()
-    out.verify_nfe, out.draft_nfe = pace.rounds, out.nfe - pace.rounds
+    out.verify_nfe, out.draft_nfe = pace.exact, out.nfe - pace.exact
     return out
 
 def logits_of(run, commit):
@@ -763,8 +763,8 @@ class Pace:
     def __init__(self, run, draft_steps, max_rounds, max_revisions, adaptive):
         self.max_rounds = math.inf if max_rounds is None else max_rounds
         self.most, self.max_revisions, self.adaptive = 4 * draft_steps, max_revisions, adaptive
-        self.rounds, self.no_limit = torch.zeros_like(run.x[:, 0]), run.x.shape[1]
-        self.K = self.rounds + (draft_steps if self.max_rounds else self.no_limit)
+        self.rounds = self.exact = torch.zeros_like(run.x[:, 0])    # exact: the forwards
+        self.K = self.rounds + (draft_steps if self.max_rounds else 2 ** 30)    # no limit
         self.revised = self.checks = torch.zeros_like(run.x)
         self.outdated = torch.zeros_like(run.visible)  # a neighbour changed since the check
 
@@ -779,15 +779,15 @@ class Pace:
             self.outdated = self.outdated | (near & (self.checks > 0) & ~where)
 
     def verified(self, due, checked, remask, commit):
-        """After a verification of the rows `due` (B,)."""
+        """After an exact forward for the rows `due` (B,); what checked nothing is no round."""
+        self.exact, due = self.exact + due, due & checked.any(1)
         self.rounds, self.checks = self.rounds + due, self.checks + checked
-        self.revised = self.revised + remask
-        self.outdated = self.outdated & ~due[:, None]
+        self.revised, self.outdated = self.revised + remask, self.outdated & ~due[:, None]
         if self.adaptive:
             share = remask.sum(1) / checked.sum(1).clamp(min=1)
             self.K = torch.where(due & (share > .25), (self.K // 2).clamp(min=1), self.K)
             self.K = torch.where(due & (share == 0), (self.K * 2).clamp(max=self.most), self.K)
-        self.K = self.K.masked_fill(self.rounds >= self.max_rounds, self.no_limit)
+        self.K = self.K.masked_fill(self.rounds >= self.max_rounds, 2 ** 30)
         self.note_changes(commit | remask)
 
 
@@ -990,14 +990,15 @@ def view_cover(run, kv, ask, checked):
     return seeds, windowed, dict(kv=view)
 
 @torch.no_grad()
-def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=1.0, tau_remask=0.5,
+def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=None, tau_remask=0.5,
                  max_seeds=None, max_checks=4, commit_cap=True, cache=None, refresh=None,
                  **common):
     """Commit above a threshold; every forward also re-checks committed tokens, the *seeds*:
     they are M in its input, while all others keep seeing their stored keys and values (COVER
     [9]). If another token is predicted, a seed is replaced by it where it has probability >=
-    tau_replace (1: hardly ever), else re-masked where its own is < tau_remask; else kept. The
-    paper checks few seeds, the best by score; all numbers here and the probe are our choice.
+    tau_replace (None: never), else re-masked where its own is < tau_remask; else kept. The
+    paper replaces, and checks few seeds, the best by score; its text gives no numbers: all
+    here, and the probe, are our choice.
     Args:
         threshold: tau_draft, masks above it (as in WINO, not at it) are committed, always the
             best one.
@@ -1056,7 +1057,9 @@ def judge_seeds(run, seeds, tau_replace, tau_remask):
     run.tokens = torch.where(seeds, run.x.masked_scatter(run.checked, ids[:, 0]), run.tokens)
     run.confidence = torch.where(seeds, p, run.confidence)
     differs = seeds & (run.tokens != run.x)
-    replace = differs & (p >= tau_replace)
+    replace = differs & (p >= (math.inf if tau_replace is None else tau_replace))
+    if run.postpone_eos:
+        replace &= ~is_eos(run.tokens, run.denoiser)
     return u.float(), replace, differs & ~replace & (p_now < tau_remask)
 
 
@@ -1130,7 +1133,8 @@ def flip_flops(out):
 def revision_statistics(out, reference=None):
     """What the revisions of a DecodeOutput were worth, as a dict. events, remasks, replaces,
     flip_flops: how many; effective_share: of events that are no flip-flop (None: no events);
-    effective_remasks, effective_share_remask: of re-masks alone, as [9] counts. commits: all
+    effective_remasks, effective_share_remask: of re-masks alone, as [9] counts (that a return
+    by a detour is a flip-flop, too, is ours). commits: all
     tokens committed; restored, wasted_share: how many of them, and which share, only put a
     re-masked token back. With `reference`, (B, L) or (B, G) ids, became_right, became_wrong:
     events that changed another token into the reference's, and away from it. What a callback

@@ -412,6 +412,26 @@ def test_outcomes_keep_replace_remask():
         assert u[0, 2] == pytest.approx(.1985, abs=1e-3)        # -.95 log .95 - .05 log .05
 
 
+def test_without_tau_replace_not_even_certainty_replaces():
+    """In float32 a softmax reaches 1."""
+    p = torch.nn.functional.one_hot(torch.tensor([7]), 40).float()
+    x, seeds = torch.full((1, 12), 5), some_seeds(1, (0, 1))
+    for tau_replace, replaced in ((1.0, True), (None, False)):
+        _, replace, remask = judge_seeds(judged_run(x, seeds, p), seeds, tau_replace, .5)
+        assert replace[0, 1] == replaced and remask[0, 1] != replaced
+
+
+def test_a_postponed_end_of_text_replaces_nothing():
+    """It is filled last, so it may not come in by a replacement: the seed is re-masked."""
+    p = torch.nn.functional.one_hot(torch.tensor([7]), 40).float()
+    x, seeds = torch.full((1, 12), 5), some_seeds(1, (0, 1))
+    for postpone in (False, True):
+        run = judged_run(x, seeds, p)
+        run.postpone_eos, run.denoiser.eos_ids = postpone, (7,)
+        _, replace, remask = judge_seeds(run, seeds, .9, .5)
+        assert replace[0, 1] != postpone and remask[0, 1] == postpone
+
+
 @pytest.mark.parametrize("knobs", [dict(tau_replace=.6), dict(tau_remask=.7, tau_replace=1.0)])
 def test_seeds_are_judged_by_what_may_be_chosen(knobs, monkeypatch):
     """CASES 33: logits 3 at id 0 (end of text, which may not be chosen), 2 at id 1, -9 at M,

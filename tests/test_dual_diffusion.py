@@ -448,6 +448,21 @@ def test_adaptive_k_halves_above_a_quarter_and_doubles_at_nothing(K, rejected, s
     assert calls[:2] == [K + 1, second]
 
 
+def test_a_forward_that_could_check_nothing_yet_is_no_round():
+    """By COVER's view a token can be checked once it is stored: with one round and K = 1 the
+    first exact forward only stores it, and the round is spent by the next."""
+    d = Denoiser(tiny_llama(2, seed=3), M)
+    knobs = dict(gen_length=8, block_length=8, view=view_cover, max_rounds=1, draft_steps=1)
+    checked = []
+
+    def rule(judged, tokens):
+        checked.append(len(tokens))
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    out = sample_dual_diffusion(d, ROWS[:1], verify=rule, **knobs)
+    assert sum(n > 0 for n in checked) == 1
+    assert int(out.verify_nfe) == checked.index(max(checked)) + 1 == len(checked)
+
+
 def test_a_second_model_can_draft():
     """Its own weights and cache; the forwards of each are counted apart."""
     judge, fast = (Denoiser(tiny_llama(n, seed=n, dtype=torch.float64), M) for n in (3, 1))

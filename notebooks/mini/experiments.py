@@ -97,7 +97,7 @@ def settings():
             "dual_diffusion", draft_steps=2, threshold=t, drafter="small")
     for t in (.3, .4, .5, .6, .7, .8, .9):
         t_ = f"{t:g}"[1:]
-        add(f"wino{t_}", "WINO", t_, "WINO" if t >= .6 else "WINO, our threshold", "wino",
+        add(f"wino{t_}", "WINO", t_, "WINO" if t in (.6, .7, .8) else "WINO, our threshold", "wino",
             threshold=t)
     for n in (2, 4, 8):
         add(f"saber{n}", "Saber", f"n {n}", "Saber" if n == 2 else "Saber, our n", "saber", n=n)
