@@ -882,10 +882,12 @@ class DualView:
 
     x, attention_mask: as in Denoiser.__call__. seeds: (B, L) bool. probe: (columns, real), see
     columns_of; the forward then leaves the `attention` (R, m, L) of these columns' tokens,
-    averaged over heads and the middle and last layer (our choice), and `rows` (R,)."""
+    averaged over heads and the middle and last layer (our choice), and `rows` (R,). override:
+    False lets every row see the seeds as M."""
 
-    def __init__(self, denoiser, x, attention_mask, kv, seeds, probe=None):
+    def __init__(self, denoiser, x, attention_mask, kv, seeds, probe=None, override=True):
         self.kv, self.filled, self.seeds, self.probe = kv, kv.filled, seeds, probe
+        self.override = override
         self.visible, _, _, self.read_at = denoiser.layout(x, attention_mask)
         self.mask_id, self.attention = denoiser.mask_id, torch.zeros((), device=x.device)
         n = getattr(denoiser.config, "num_hidden_layers", 0)
@@ -902,8 +904,9 @@ class DualView:
         self.probed = None if self.probe is None else here.gather(1, self.probe[0][rows])
         at, real = columns_of(seeds)
         self.S = S = at.shape[1]
-        if S == 0:
-            return self.kv.begin(rows, columns, tokens)
+        if S == 0 or not self.override:
+            self.S, seeds = 0, seeds if columns is None else seeds.gather(1, columns)
+            return self.kv.begin(rows, columns, tokens.masked_fill(seeds, self.mask_id))
         refuse(not self.filled, "seeds need a kv that an earlier forward has filled")
         read, itself = read_at.gather(1, at), torch.eye(S, dtype=torch.bool, device=device)
         own = (column[:, None] == at[..., None]) | (column[:, None] == read[..., None])
@@ -991,8 +994,8 @@ def view_cover(run, kv, ask, checked):
 
 @torch.no_grad()
 def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=None, tau_remask=0.5,
-                 max_seeds=None, max_checks=4, commit_cap=True, cache=None, refresh=None,
-                 **common):
+                 max_seeds=None, max_checks=4, commit_cap=True, override=True, cache=None,
+                 refresh=None, **common):
     """Commit above a threshold; every forward also re-checks committed tokens, the *seeds*:
     they are M in its input, while all others keep seeing their stored keys and values (COVER
     [9]). If another token is predicted, a seed is replaced by it where it has probability >=
@@ -1005,6 +1008,8 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=None, tau_remas
         max_seeds: seeds per row and forward, the best by seed_score. None: all that can be.
         max_checks: checks of a position in all, so that a token comes back at most so often.
         commit_cap: commit no more than wino_cap (ours, after WINO).
+        override: False: all others see the seeds as M, too (ours, not COVER). What is stored
+            is one forward old, so with many seeds a draft may not fit what it stands beside.
         cache: None, "prefix" or "dual", as in sample_fast_dllm.
         refresh: every so many forwards of a block one is full (default: the first alone).
         common: what all samplers take: gen_length, block_length, temperature...: see Decode.
@@ -1012,7 +1017,7 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=None, tau_remas
     committed goes unchecked."""
     check(threshold=threshold, tau_replace=tau_replace, tau_remask=tau_remask,
           max_seeds=max_seeds, max_checks=max_checks, commit_cap=commit_cap, cache=cache,
-          refresh=refresh)
+          refresh=refresh, override=override)
     refuse(refresh and not cache, "refresh was given without a cache: every forward is full")
     run = Decode(denoiser, prompt, **common)
     checks, by_score = torch.zeros_like(run.x), max_seeds is not None
@@ -1024,7 +1029,7 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=None, tau_remas
         for step in itertools.count(1):
             masks = block & run.masks
             tokens = generated & ~masks & (checks < max_checks) & masks.any(1, keepdim=True)
-            view = DualView(denoiser, run.x, run.attention_mask, kv, seeds, probe)
+            view = DualView(denoiser, run.x, run.attention_mask, kv, seeds, probe, override)
             checked = seeds | tokens if by_score else seeds  # a score needs their entropy
             if not run.forward(masks, windowed, checked, kv=view, window=window):
                 break
@@ -1457,7 +1462,7 @@ LIMITS = {  # name -> least and most of a number, whole if the least is; or what
     **dict.fromkeys(("threshold", "threshold_back", "tau", "tau_replace", "tau_remask"),
                     (0.0, 1.0)),
     **dict.fromkeys(("suppress_eos", "postpone_eos", "early_stop", "tempered_confidence",
-                     "adaptive", "commit_cap"), (False, True)),
+                     "adaptive", "commit_cap", "override"), (False, True)),
     "remasking": ("low_confidence", "margin", "entropy", "random"), "of": ("token", "max"),
     "cache": (None, "prefix", "dual"), "drafter_cache": (None, "prefix", "dual", "dkv")}
 

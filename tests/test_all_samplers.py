@@ -4,15 +4,15 @@
 Recorded decodes of the public samplers, random knobs on random models, models that do not
 cooperate, batches, precisions, threads, Ctrl-C, memory, devices, and how often the host waits.
 
-The files in `data/` were recorded by running public code, unchanged, on an earlier embedded
-model (`data/recorded_model`) in fp64 on a CPU, one prompt at a time, but for Dream at
-temperature 0:
+The files in `data/` were recorded by `record_traces.py`, which runs public code, unchanged, on
+the small drafter (`notebooks/mini/small`) in fp64 on a CPU, one prompt at a time, but for Dream
+at temperature 0:
 
     llada_traces.json      `generate` of ML-GSAI/LLaDA (generate.py, commit b7e6c35)
     fast_dllm_traces.json  `generate`, `generate_with_prefix_cache` and
                            `generate_with_dual_cache` of NVlabs/Fast-dLLM (llada/generate.py,
                            commit 24cc59e), which run one forward more for a block that is full
-                           after its first: `wasted`
+                           after its first: `wasted`; on the LLaDA model of that repository
     revocable_traces.json  `decoding_wino` of Feng-Hong/WINO-DLLM
                            (LLaDA/decoding.py, commit 9549a1d)
                            and `generate_with_saber` of zhaoyMa/Saber (decoding.py, commit
@@ -29,7 +29,7 @@ temperature 0:
     eos_traces.json        LLaDA's `generate` again with confidence_eos_eot_inf, its ids of
                            EOS and EOT set to that model's end of text and padding
 
-The model was wrapped so that its logits of M and of ids past the tokenizer are -inf (the
+The model is wrapped so that its logits of M and of ids past the tokenizer are -inf (the
 public samplers do not ban them) and so that every canvas it was given is kept; a trace holds
 the forward at which each generated position stopped being M, or the tokens that became M
 again. In fp32 the tokens are the same too, but ends of text whose confidences differ by 1e-6
@@ -131,8 +131,8 @@ TRACES = {path.stem.removesuffix("_traces"): json.loads(path.read_text())
 @pytest.fixture(scope="module")
 def recorded():
     """The model of the traces, in fp64."""
-    return dlm_spec.load_denoiser(Path(__file__).parent / "data" / "recorded_model",
-                                  device="cpu", dtype=torch.float64)
+    return dlm_spec.load_denoiser(dlm_spec.EMBEDDED_MODEL.parent / "small", device="cpu",
+                                  dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_postponing_differs_from_the_public_code_only_in_its_softmax_without_eos
         return follows(trace, dlm_spec.sample_llada(recorded, [trace["prompt"]],
                                                     postpone_eos=True, **trace["knobs"]))
 
-    some = TRACES["eos"][::12]
+    some = TRACES["eos"][2::6]
     assert not all(map(same, some))
     monkeypatch.setattr(dlm_spec, "confidence_of", without_eos)
     assert all(map(same, some))

@@ -30,6 +30,18 @@ def test_the_checkpoint_is_a_small_stock_llama():
     assert d.mask_id == d.tokenizer.mask_token_id and d.eos_ids == (d.tokenizer.eos_token_id,)
 
 
+def test_the_small_drafter_drafts_for_it(denoiser):
+    """The same words, a quarter of the bytes; both together stay below 9 MB."""
+    folder = dlm_spec.EMBEDDED_MODEL.parent / "small"
+    sizes = [(f / "model.safetensors").stat().st_size for f in (dlm_spec.EMBEDDED_MODEL, folder)]
+    assert sizes[1] < .3 * sizes[0] and sum(sizes) < 9_000_000
+    small = dlm_spec.load_denoiser(folder, device="cpu")
+    assert small.tokenizer.get_vocab() == denoiser.tokenizer.get_vocab()
+    ids, _ = denoiser.encode(dlm_spec.EXAMPLE)
+    out = dlm_spec.sample_dual_diffusion(denoiser, ids, drafter=small, gen_length=64)
+    assert denoiser.decode(out.generated)[0].endswith("#### 28") and out.draft_nfe > 0
+
+
 def test_a_stock_model_reads_it_right(denoiser):
     """Its config says that it is not causal, and how long its canvases were."""
     stock = AutoModelForCausalLM.from_pretrained(dlm_spec.EMBEDDED_MODEL, dtype=torch.float32)

@@ -1,6 +1,5 @@
 """The arithmetic of the experiments (notebooks/mini/experiments.py), against values by hand; the
 ablations against their definition."""
-import copy
 import json
 import random
 from pathlib import Path
@@ -142,22 +141,6 @@ def test_every_setting_has_knobs_that_its_sampler_takes():
     ablations = experiments.ablations()
     assert len({str(s.knobs) for s in ablations.values()}) == len(ablations)
     assert {s.knobs.get("without") for s in ablations.values()} == {None, *experiments.PATCHES}
-
-
-@pytest.mark.parametrize("window", [False, True])
-def test_without_the_override_a_forward_is_a_plain_one_of_the_masked_canvas(window):
-    d, ids = dlm_spec.Denoiser(lively(tiny_llama, 3, dtype=torch.float64), M), random_ids(2, 12)
-    seeds = torch.zeros(2, 12, dtype=torch.bool)
-    seeds[0, 7], seeds[1, 9] = True, True
-    ask = (torch.arange(12) > 5).expand(2, 12)
-    kv, masked = dlm_spec.KVCache(ids), ids.masked_fill(seeds, M)
-    with torch.no_grad():
-        dlm_spec.windowed(d, ids, ask, kv=kv)
-        how = dict(window=ask) if window else {}
-        want = dlm_spec.windowed(d, masked, ask, kv=copy.deepcopy(kv), **how)[0]
-        view = experiments.MaskedForAll(d, ids, None, kv, seeds)
-        assert torch.equal(dlm_spec.windowed(d, ids, ask, kv=view, **how)[0], want)
-    assert (kv.shown == masked).all()
 
 
 def test_every_ablation_changes_the_decode():

@@ -110,6 +110,11 @@ def settings():
     for t in (.4, .5, .6, .7, .8, .9):
         t_ = f"{t:g}"[1:]
         add(f"cover{t_}", "COVER, all seeds", t_, "ours", "cover", threshold=t)
+    for t in (.5, .7, .8, .9):     # two seeds; and all, which everybody sees as M
+        add(f"cover-two{t:g}".replace("0.", "."), "COVER, two seeds", f"{t:g}"[1:], "ours",
+            "cover", threshold=t, max_seeds=2)
+        add(f"cover-masked{t:g}".replace("0.", "."), "COVER, all seeds, no override",
+            f"{t:g}"[1:], "ours", "cover", threshold=t, override=False)
     for t in (.5, .7, .9):
         add(f"cover{t:g}-prefix".replace("0.", "."), "COVER, all seeds, prefix cache",
             f"{t:g}"[1:], "ours", "cover", threshold=t, cache="prefix")
@@ -121,9 +126,11 @@ def ablations():
     out = {}
     for threshold in (.5, .7):
         for seeds in (None, 4):
-            for part in (None, "override", "correction"):
-                name = f"{part or 'nothing'} out, {seeds or 'all'} seeds, {threshold:g}"
-                out[name] = dict(threshold=threshold, max_seeds=seeds, without=part)
+            for part in ("nothing", "override", "correction"):
+                knobs = dict(override=False) if part == "override" else dict(
+                    without="correction" if part == "correction" else None)
+                out[f"{part} out, {seeds or 'all'} seeds, {threshold:g}"] = dict(
+                    threshold=threshold, max_seeds=seeds, **knobs)
         for part in ("u alone", "random score", "inverted score", "d_in", "d_out"):
             out[f"{part}, 4 seeds, {threshold:g}"] = dict(threshold=threshold, max_seeds=4,
                                                           without=part)
@@ -132,6 +139,9 @@ def ablations():
         out[f"no cap, {threshold:g}"] = dict(threshold=threshold, commit_cap=False)
         out[f"2 checks, {threshold:g}"] = dict(threshold=threshold, max_checks=2)
         out[f"replace at .9, {threshold:g}"] = dict(threshold=threshold, tau_replace=.9)
+        out[f"nothing re-masked, {threshold:g}"] = dict(threshold=threshold, tau_remask=0.0)
+        out[f"nothing re-masked, override out, {threshold:g}"] = dict(
+            threshold=threshold, tau_remask=0.0, override=False)
     return {name: Setting("COVER", name, "ours", "cover", knobs) for name, knobs in out.items()}
 
 
@@ -139,16 +149,6 @@ def ablations():
 LONG = ("one-per-forward", "four-per-forward", "threshold.9", "threshold.9-prefix",
         "threshold.9-dual", "dkv.9", "dual_diffusion-confidence", "dual_diffusion-out.9",
         "wino.6", "cover.7", "cover.7-prefix")
-
-
-class MaskedForAll(dlm_spec.DualView):
-    """COVER without its override: seeds are M for everybody."""
-    def begin(self, rows, columns, tokens):
-        """As in DualView."""
-        seeds = self.seeds[rows]
-        seeds = seeds if columns is None else seeds.gather(1, columns)
-        self.seeds = torch.zeros_like(self.seeds)
-        return super().begin(rows, columns, tokens.masked_fill(seeds, self.mask_id))
 
 
 class Uncorrected(dlm_spec.DualView):
@@ -159,7 +159,7 @@ class Uncorrected(dlm_spec.DualView):
 
 
 PATCHES = {     # what an ablation puts in the place of a part of the module
-    "override": ("DualView", MaskedForAll), "correction": ("DualView", Uncorrected),
+    "correction": ("DualView", Uncorrected),
     "u alone": ("seed_score", lambda u, d_in, d_out: u),
     "random score": ("seed_score", lambda u, d_in, d_out: torch.rand_like(u) + 1e-6),
     "inverted score": ("seed_score", lambda u, d_in, d_out: 1 / (1e-6 + u * (1 + d_in)
