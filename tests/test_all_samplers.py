@@ -247,7 +247,8 @@ KNOBS = {
     "saber": dict(n=st.integers(1, 5)),
     "cover": dict(threshold=UNIT, tau_replace=UNIT, tau_remask=UNIT,
                   max_seeds=st.none() | st.integers(1, 5), max_checks=st.integers(1, 3),
-                  commit_cap=st.booleans(), cache=st.sampled_from([None, "prefix", "dual"])),
+                  commit_cap=st.booleans(), override=st.booleans(),
+                  cache=st.sampled_from([None, "prefix", "dual"])),
 }
 assert KNOBS.keys() == SAMPLERS.keys()
 
@@ -299,6 +300,7 @@ OWN = {
     "saber": [dict(n=5)],
     "cover": [dict(threshold=.3), dict(tau_replace=.2), dict(tau_remask=1.0),
               dict(max_seeds=1), dict(max_checks=1), dict(commit_cap=False), dict(cache="dual"),
+              dict(override=False),
               dict(cache="dual", refresh=2)],
 }
 NO_RULE = {"attention_mask", "gen_length", "generator", "callback", "history"}

@@ -61,7 +61,7 @@ FROM_ZERO = ("gen_length", "max_revisions", "max_rounds", "max_seeds", "max_chec
 SHARES = ("threshold", "threshold_back", "tau_replace", "tau_remask")
 POSITIVE = ("temperature", "cfg_scale", "factor")
 SWITCHES = ("suppress_eos", "postpone_eos", "early_stop", "tempered_confidence", "adaptive",
-            "commit_cap")
+            "commit_cap", "override")
 VALUES = {  # knob -> values that are outside its limits
     **dict.fromkeys(COUNTS, (0, -1, 2.5, "4", True, NAN)),
     **dict.fromkeys(FROM_ZERO, (-1, 2.5, "4", True, NAN)),
