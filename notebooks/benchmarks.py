@@ -275,7 +275,7 @@ OWN = {("llada-base", t): dict(gen_length=1024) for t in ("gsm8k", "math500", "h
      for t in BENCHMARKS
 } | {("diffucoder", t): dict(temperature=.4, top_p=.95, **ENTROPY) for t in BENCHMARKS}
 DECODERS = ("own", "llada", "fast_dllm", "dual_diffusion-paper", "dual_diffusion", "wino", "saber",
-            "cover-few", "cover", "cover-prefix")
+            "cover-few", "cover", "cover-masked", "cover-prefix")
 
 
 def settings(decoder, benchmark, gen_length=None, model="llada"):
@@ -286,11 +286,11 @@ def settings(decoder, benchmark, gen_length=None, model="llada"):
     rounds, a verifier that sees the draft as it is, KL rule, and "dual_diffusion", with this
     module's defaults (K = 4, each token judged without itself by its own probability); "wino",
     thresholds TAU, blocks of 128; "saber", one block; "cover-few", as the paper words it, with
-    few seeds chosen by score, "cover", with this module's rule, and "cover-prefix", the same with
-    a prefix cache, blocks of 32. gen_length: 256 or 512 in the fast decoders' papers; by default
-    256, or for "own" what OWN names. model: of CHECKPOINTS; matters for "own". The fast decoders'
-    papers leave end-of-text alone. The thresholds of DualDiffusion and COVER and the numbers of
-    seeds are set by us. ValueError on an unknown name.
+    few seeds chosen by score, "cover", with this module's rule, "cover-masked", the same without
+    the override, and "cover-prefix", with a prefix cache, blocks of 32. gen_length: 256 or 512 in
+    the fast decoders' papers; by default 256, or for "own" what OWN names. model: of CHECKPOINTS;
+    matters for "own". The fast decoders' papers leave end-of-text alone. The thresholds of
+    DualDiffusion and COVER and the numbers of seeds are set by us. ValueError on an unknown name.
     """
     if (decoder not in DECODERS or benchmark not in BENCHMARKS or model not in CHECKPOINTS):
         raise ValueError(f"no settings for {decoder!r}, {benchmark!r}, {model!r}: expected one of "
@@ -310,6 +310,7 @@ def settings(decoder, benchmark, gen_length=None, model="llada"):
         "cover-few": dict(sampler="cover", block_length=128, threshold=tau, max_seeds=8,
                           max_checks=2, tau_replace=.9, tau_remask=.2, commit_cap=False),
         "cover": dict(sampler="cover", block_length=128, threshold=tau),
+        "cover-masked": dict(sampler="cover", block_length=128, threshold=tau, override=False),
         "cover-prefix": dict(sampler="cover", block_length=32, threshold=tau, cache="prefix"),
     }[decoder]
     return dict(gen_length=gen_length, **knobs)
