@@ -181,7 +181,7 @@ class Decode:
         block_length: blocks are filled in turn, prompt holes with the first. None: one block.
         temperature: 0 takes the argmax, else Gumbel-max sampling.
         suppress_eos: eos_ids[0] is never emitted (logit -inf).
-        postpone_eos: eos_ids are filled last in their block (confidence -inf, after sampling).
+        postpone_eos: eos_ids come last in a block (confidence -inf: by threshold one a forward).
         early_stop: after a block with an eos a row is finished; the rest becomes eos_ids[0].
         logits_processor: transformers' LogitsProcessor(List), called with the ids and logits
             (n, V) of one row at a time, without its padding.
@@ -1008,8 +1008,8 @@ def sample_cover(denoiser, prompt, *, threshold=0.7, tau_replace=None, tau_remas
         max_seeds: seeds per row and forward, the best by seed_score. None: all that can be.
         max_checks: checks of a position in all, so that a token comes back at most so often.
         commit_cap: commit no more than wino_cap (ours, after WINO).
-        override: False: all others see the seeds as M, too (ours, not COVER). What is stored
-            is one forward old, so with many seeds a draft may not fit what it stands beside.
+        override: others see seeds as stored, one forward ago: with many, drafts may not fit what
+            stands beside them. False: as M, too (ours; more accurate on the embedded model).
         cache: None, "prefix" or "dual", as in sample_fast_dllm.
         refresh: every so many forwards of a block one is full (default: the first alone).
         common: what all samplers take: gen_length, block_length, temperature...: see Decode.

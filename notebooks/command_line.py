@@ -221,6 +221,8 @@ def chosen(args, given):
     if args.preset:
         name, knobs = preset(args.preset, given["gen_length"])
         given = {"block_length": 64, **knobs, **given}
+        print(f"{args.preset}: sample_{name} with", ", ".join(
+            f"{k}={'a second model' if k == 'drafter' else v!r}" for k, v in given.items()))
     return {name: named_knobs(SAMPLERS[name], given)}, {}
 
 
