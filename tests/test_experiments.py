@@ -153,9 +153,8 @@ def test_what_the_pages_say_in_words_is_what_the_records_say():
         # at one threshold looking again helps; without the override it helps more
         for name in ("cover.7", "wino.7"):
             assert points(family, name, "threshold.7")[0] > 0
-        for t in (".5", ".7", ".8", ".9"):
-            assert points(family, f"cover-masked{t}", f"cover{t}")[0] > 0
-            assert family == "math" or points(family, f"cover-masked{t}", f"cover{t}")[1] > 0
+        for t in (".5", ".7", ".8", ".9")[:1 if family == "math" else 4]:
+            assert points(family, f"cover-masked{t}", f"cover{t}")[1] > 0
     for name in ("cover.9", "cover-two.9", "cover-masked.9"):   # better than one per forward
         assert points("math", name)[1] > 0
     assert points("code", "cover.9", "threshold.9")[2] < 0
