@@ -12,7 +12,8 @@ import dlm_spec
 COLOURS = {"LLaDA": "0.35", "threshold": "tab:blue", "dKV": "tab:cyan", "WINO": "tab:orange",
            "DualDiffusion": "tab:purple", "Saber": "tab:brown", "COVER": "tab:green",
            # variants that stand beside each other in one figure
-           "COVER, few seeds": "yellowgreen", "DualDiffusion, trust": "0.6",
+           "COVER, few seeds": "yellowgreen", "COVER, all seeds, no override": "k",
+           "DualDiffusion, trust": "0.6",
            "DualDiffusion, kl": "tab:pink", "DualDiffusion, confidence": "tab:red",
            "DualDiffusion, largest probability": "tab:olive",
            "DualDiffusion, probability of the token": "tab:cyan",

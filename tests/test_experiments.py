@@ -160,6 +160,18 @@ def test_what_the_pages_say_in_words_is_what_the_records_say():
     assert points("code", "cover.9", "threshold.9")[2] < 0
     assert effective("saber2") < .05 < .25 < effective("wino.6") < .5
     assert min(map(effective, ("cover-few.7", "cover.7", "cover-masked.7"))) > .6
+    parts = {f: experiments.read("validation", f, known=experiments.ablations())
+             for f in ("math", "code")}
+    for records in parts.values():
+        def change(part, records=records):
+            return experiments.paired(records[f"{part}, 4 seeds, 0.5"],
+                                      records["nothing out, 4 seeds, 0.5"])
+        assert max(change("random score")[2], change("inverted score")[2]) < 0
+        assert all(abs(change(part)[0]) < 2 for part in ("u alone", "d_in", "d_out"))
+    right, leaky = (parts["math"][f"{part} out, all seeds, 0.7"]["revisions"]
+                    for part in ("nothing", "correction"))
+    assert (leaky["effective_remasks"] / leaky["remasks"]
+            < .5 * right["effective_remasks"] / right["remasks"])
     chosen = experiments.choose()
     assert chosen["COVER, all seeds"] is None is chosen["threshold"] is chosen["COVER, few seeds"]
     assert chosen["COVER, all seeds, no override"] == "cover-masked.9"
