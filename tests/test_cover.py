@@ -385,12 +385,11 @@ def test_without_the_override_a_forward_is_a_plain_one_of_the_masked_canvas(wind
     seeds[0, 7], seeds[1, 9] = True, True
     ask = (torch.arange(12) > 5).expand(2, 12)
     kv, masked = KVCache(ids), ids.masked_fill(seeds, M)
-    with torch.no_grad():
-        windowed(d, ids, ask, kv=kv)
-        how = dict(window=ask) if window else {}
-        want = windowed(d, masked, ask, kv=copy.deepcopy(kv), **how)[0]
-        view = DualView(d, ids, None, kv, seeds, override=False)
-        assert torch.equal(windowed(d, ids, ask, kv=view, **how)[0], want)
+    windowed(d, ids, ask, kv=kv)
+    how = dict(window=ask) if window else {}
+    want = windowed(d, masked, ask, kv=copy.deepcopy(kv), **how)[0]
+    view = DualView(d, ids, None, kv, seeds, override=False)
+    assert torch.equal(windowed(d, ids, ask, kv=view, **how)[0], want)
     assert (kv.shown == masked).all()
 
 

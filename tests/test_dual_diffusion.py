@@ -459,7 +459,7 @@ def test_a_forward_that_could_check_nothing_yet_is_no_round():
         checked.append(len(tokens))
         return torch.zeros_like(tokens, dtype=torch.bool)
     out = sample_dual_diffusion(d, ROWS[:1], verify=rule, **knobs)
-    assert sum(n > 0 for n in checked) == 1
+    assert checked[0] == 0 and sum(n > 0 for n in checked) == 1
     assert int(out.verify_nfe) == checked.index(max(checked)) + 1 == len(checked)
 
 

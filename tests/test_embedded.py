@@ -64,10 +64,23 @@ def test_the_recorded_marks_are_those_of_this_model_and_this_sampler(denoiser, n
     assert any(found["marks"])
 
 
+NOT_REACHED = pytest.mark.xfail(strict=True, reason="see the model's card: MiniMath at 128 tokens "
+                                "and exams; and at 128 and 256 fewer problems are recorded")
+
+
+@pytest.mark.parametrize("gen_length", [64, pytest.param(128, marks=NOT_REACHED),
+                                        pytest.param(256, marks=NOT_REACHED)])
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_one_token_per_forward_solves_most_held_out_problems(family, gen_length):
+    """On record: single problems on 64 and 128 tokens, exams of four on 256."""
+    marks = recorded(family, "one-per-forward", gen_length)
+    assert sum(marks) / len(marks) >= .9 and len(marks) >= 400
+
+
 @pytest.mark.parametrize("gen_length, least, n", [(64, .9, 500), (128, .85, 50)])
 @pytest.mark.parametrize("family", tasks.FAMILIES)
-def test_one_token_per_forward_solves_most_held_out_problems(family, gen_length, least, n):
-    """On record, at both lengths. (Of exams the model solves far fewer: see its card.)"""
+def test_what_the_model_has_reached_is_kept(family, gen_length, least, n):
+    """The same, as far as the shipped weights and their records go."""
     marks = recorded(family, "one-per-forward", gen_length)
     assert sum(marks) / len(marks) >= least and len(marks) >= n
 
